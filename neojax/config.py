@@ -1,0 +1,108 @@
+"""Every setting of the engine and the server: the source of CLI flags, `LLM` kwargs and the docs.
+
+Knows nobody: no import of jax, numpy or any other part of neojax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Literal
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+def cache_dir() -> Path:
+    """Where neojax keeps what it fetched and compiled: $NEOJAX_CACHE, else ~/.cache/neojax."""
+    root = os.environ.get("NEOJAX_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "neojax"
+    )
+    return Path(root)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of the engine: what `LLM(...)` takes, and the first half of the server's flags."""
+
+    model: str = DEFAULT_MODEL
+    """Directory, GGUF file, Hugging Face id, or SmolLM2-135M-Instruct, the default model."""
+    load_format: LoadFormat = "auto"
+    """dummy: random weights, for benchmarks and tests; needs only the model's config."""
+    dtype: Dtype = "auto"
+    """auto: float32 on the CPU backend, bfloat16 on sm_80 and later, else float16."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens. Default: the model's, as far as memory allows."""
+    max_num_seqs: int = 32
+    """Most sequences in one step."""
+    max_num_batched_tokens: int = 512
+    """Most tokens in one step; longer prompts are prefilled in chunks."""
+    block_size: int = 16
+    """Tokens in one KV block; a multiple of 16."""
+    gpu_memory_utilization: float = 0.90
+    """Share of the GPU's memory to use. On the CPU backend the device pool has a fixed default."""
+    num_gpu_blocks_override: int | None = None
+    """Size of the device pool's arrays, in blocks, instead of what memory allows."""
+    num_gpu_blocks_limit: int | None = None
+    """Most device blocks the allocator hands out; the arrays stay as they are."""
+    cpu_kv_gib: float = 1.0
+    """Host memory for KV cache, in GiB; 0 is a plain device-only engine."""
+    cpu_threads: int | None = None
+    """Threads of the host attention. Default: usable cores less two."""
+    offload_policy: str = "auto"
+    """auto, device-only (never use the host), or full (every request's KV on the host)."""
+    layers_per_program: int | None = None
+    """Layers in one compiled program of a DEVICE_ONLY step. Default: the largest divisor of the
+    model's layers up to 8."""
+    enforce_eager: bool = False
+    """Skip the compilation before ready; the first step of each shape compiles instead."""
+    seed: int = 0
+    """Seed of requests that bring none, and of dummy weights."""
+
+    def __post_init__(self) -> None:
+        for name, ok, rule in (
+            ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
+            ("max_num_batched_tokens", self.max_num_batched_tokens >= 16, "at least 16"),
+            ("block_size", self.block_size % 16 == 0 and self.block_size > 0, "a multiple of 16"),
+            ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
+            ("cpu_kv_gib", self.cpu_kv_gib >= 0, "0 or more"),
+            ("cpu_threads", self.cpu_threads is None or self.cpu_threads >= 1, "at least 1"),
+            ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more"),
+            (
+                "num_gpu_blocks_override",
+                self.num_gpu_blocks_override is None or self.num_gpu_blocks_override >= 1,
+                "at least 1",
+            ),
+            (
+                "num_gpu_blocks_limit",
+                self.num_gpu_blocks_limit is None or self.num_gpu_blocks_limit >= 0,
+                "0 or more",
+            ),
+        ):
+            if not ok:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(EngineConfig):
+    """Settings of `python -m neojax.serve`: the engine's and the HTTP server's."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one. Bound before the model is loaded."""
+    served_model_name: str | None = None
+    """Name shown to clients instead of the model's own."""
+    api_key: str | None = None
+    """Require this bearer token. Also read from NEOJAX_API_KEY."""
+    max_num_queued_reqs: int = 1024
+    """Requests waiting or running beyond which new ones get 503."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM; 0 aborts them."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Verbosity of the log."""
+    disable_log_stats: bool = False
+    """Do not log throughput and KV usage every 10 seconds."""
