@@ -1,0 +1,33 @@
+# Sourced by scripts/test: lint, types and the C++ tests. Runs in the root, inside the environment.
+
+step() { printf '\n== %s\n' "$*"; }
+
+# C++ of this repository: not what it carries from others.
+native_sources() { git ls-files 'ffi/*.h' 'ffi/*.cc' 'ffi/*.cpp' ':!:*third_party*'; }
+
+build_files() { git ls-files 'BUILD' '*/BUILD' '*/BUILD.bazel' '*.bzl' 'MODULE.bazel'; }
+
+check_format() {
+  step "ruff"
+  ruff check .
+  ruff format --check .
+  step "clang-format"
+  native_sources | xargs -r clang-format --dry-run -Werror
+  if command -v npx >/dev/null; then
+    step "buildifier"
+    build_files | xargs -r npx --yes @bazel/buildifier@8.2.1 -mode=check
+  fi
+}
+
+check_types() {
+  step "pyright"
+  pyright --pythonpath "$(command -v python)"
+}
+
+check_native() {
+  step "ctest"
+  cmake -S . -B "build/ctest" -G Ninja -DCMAKE_BUILD_TYPE=Release -DNEOJAX_BUILD_TESTS=ON \
+    -DPython_EXECUTABLE="$(command -v python)" >/dev/null
+  cmake --build build/ctest
+  ctest --test-dir build/ctest --output-on-failure
+}
