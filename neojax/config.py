@@ -65,7 +65,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, ok, rule in (
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
-            ("max_num_batched_tokens", self.max_num_batched_tokens >= 16, "at least 16"),
+            (
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens >= self.max_num_seqs + self.block_size,
+                f"at least max_num_seqs + block_size = {self.max_num_seqs + self.block_size}, so "
+                "that a full batch of decodes leaves room for a prefill chunk",
+            ),
             ("block_size", self.block_size % 16 == 0 and self.block_size > 0, "a multiple of 16"),
             ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
             ("cpu_kv_gib", self.cpu_kv_gib >= 0, "0 or more"),
@@ -84,6 +89,11 @@ class EngineConfig:
         ):
             if not ok:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+        if self.offload_policy == "full" and self.cpu_kv_gib == 0:
+            raise ValueError(
+                "offload_policy full keeps every request's KV on the host, but cpu_kv_gib is 0: "
+                "give cpu_kv_gib some memory or choose offload_policy device-only"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,3 +116,13 @@ class ServeConfig(EngineConfig):
     """Verbosity of the log."""
     disable_log_stats: bool = False
     """Do not log throughput and KV usage every 10 seconds."""
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)  # super() does not survive slots=True
+        for name, ok, rule in (
+            ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
+            ("max_num_queued_reqs", self.max_num_queued_reqs >= 1, "at least 1"),
+            ("shutdown_timeout", self.shutdown_timeout >= 0, "0 or more"),
+        ):
+            if not ok:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")

@@ -1,0 +1,96 @@
+"""What one step runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+from neojax.scheduler.request import Placement, Progress, Request
+
+
+class Mode(enum.StrEnum):
+    """How a step uses the two lanes."""
+
+    DEVICE_ONLY = "device_only"
+    """No row needs the host: one batch, many layers per program."""
+    PIPELINED = "pipelined"
+    """Two sub-batches alternate per layer (b1 may be empty)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """The part of a request that one step computes."""
+
+    request: Request
+    start: Progress
+    num_tokens: int
+    samples: bool  # this row reaches the newest token, so the next one is sampled from it
+    slot: int
+    placement: Placement
+    blocks: tuple[int, ...]  # those of positions [0, start.token + num_tokens)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last computed token: the context length of a decode row."""
+        return self.start.token + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SubBatch:
+    """Rows that go through the linear stages together."""
+
+    chunks: tuple[Row, ...] = ()  # prefill chunks; a HOST-placed one stores its K/V in the arena
+    decodes: tuple[Row, ...] = ()  # DEVICE-placed
+    host_decodes: tuple[Row, ...] = ()  # attention on the host lane
+
+    @property
+    def num_device_tokens(self) -> int:
+        """Tokens whose attention runs on the device."""
+        return sum(row.num_tokens for row in self.chunks) + len(self.decodes)
+
+    @property
+    def host_chunks(self) -> tuple[Row, ...]:
+        """Prefill chunks of HOST-placed requests."""
+        return tuple(row for row in self.chunks if row.placement is Placement.HOST)
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """In the order of the token arrays."""
+        yield from self.chunks
+        yield from self.decodes
+        yield from self.host_decodes
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks or self.decodes or self.host_decodes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One step: its mode and its sub-batches (b1 only in PIPELINED mode)."""
+
+    step: int
+    mode: Mode
+    b0: SubBatch
+    b1: SubBatch = SubBatch()
+
+    @property
+    def sub_batches(self) -> tuple[SubBatch, ...]:
+        """b0, and b1 where it has rows."""
+        return (self.b0, self.b1) if self.b1 else (self.b0,)
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        """All rows, b0's first."""
+        yield from self.b0.rows
+        yield from self.b1.rows
+
+    @property
+    def sampled_rows(self) -> list[Row]:
+        """Rows whose step gives a token, in the order of `StepHandle.tokens`."""
+        return [row for row in self.rows if row.samples]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by the step."""
+        return sum(row.num_tokens for row in self.rows)

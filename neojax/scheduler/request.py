@@ -1,0 +1,93 @@
+"""A request as the scheduler sees it: tokens, progress, blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+from neojax.sampling_params import SamplingParams
+
+
+class Placement(enum.StrEnum):
+    """Which side holds all of a request's KV cache."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class RequestState(enum.Enum):
+    """WAITING also after a preemption; blocks and slot are held only while RUNNING."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Progress(NamedTuple):
+    """How far a request's computation has been enqueued.
+
+    Between steps `layer` is 0 in DEVICE_ONLY and PIPELINED mode; the ROLLING mode will advance a
+    row by one layer per step (design: rows with progress (token, layer)).
+    """
+
+    token: int  # tokens whose K and V are computed in every layer
+    layer: int  # layers already done of the next token
+
+
+START = Progress(0, 0)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and what has become of it.
+
+    A step computes `num_tokens - progress.token` tokens or fewer; the step that reaches the last
+    known token samples the next one. That token counts as pending until its step has been read.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    arrival: int  # order of arrival; ties in age do not exist
+    output_ids: list[int] = dataclasses.field(default_factory=list[int])
+    state: RequestState = RequestState.WAITING
+    placement: Placement | None = None
+    slot: int | None = None
+    blocks: list[int] = dataclasses.field(default_factory=list[int])
+    progress: Progress = START
+    num_pending: int = 0
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt, outputs read, and outputs sampled by steps still in flight."""
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return self.num_tokens - self.progress.token
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another token may still be sampled."""
+        return len(self.output_ids) + self.num_pending < self.max_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token is missing from the KV cache."""
+        return self.num_remaining == 1 and self.progress.token > 0
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Ids of positions [start, stop); -1 where the token is still on the device."""
+        known = (
+            self.prompt_ids + self.output_ids if stop > len(self.prompt_ids) else self.prompt_ids
+        )
+        ids = known[start:stop]
+        return ids + [-1] * (stop - start - len(ids))

@@ -1,0 +1,263 @@
+"""The scheduler as a state machine: whatever is asked of it, its promises hold."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from neojax.sampling_params import SamplingParams
+from neojax.scheduler.plan import Mode, Plan
+from neojax.scheduler.policy import Auto, DeviceOnly, Full, OffloadPolicy, load_policy
+from neojax.scheduler.request import Placement, Request, RequestState
+from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
+
+LIMITS = SchedulerLimits(
+    max_num_seqs=6,
+    max_num_batched_tokens=64,
+    max_model_len=256,
+    block_size=16,
+    num_device_blocks=8,
+    num_host_blocks=24,
+    max_num_chunks=3,
+    scratch_tokens=256,
+)
+EOS = 7
+
+
+def make_request(index: int, num_prompt: int, max_tokens: int, placement: str = "auto") -> Request:
+    return Request(
+        request_id=f"r{index}",
+        prompt_ids=list(range(100, 100 + num_prompt)),
+        params=SamplingParams(max_tokens=max_tokens, kv_placement=placement),
+        max_tokens=max_tokens,
+        stop_ids=frozenset({EOS}),
+        seed=0,
+        arrival=index,
+    )
+
+
+def make_scheduler(policy: OffloadPolicy | None = None, **limits: int) -> Scheduler:
+    merged = {f: getattr(LIMITS, f) for f in SchedulerLimits.__slots__} | limits
+    return Scheduler(SchedulerLimits(**merged), policy or Auto())
+
+
+def run_step(scheduler: Scheduler, token: int = 1) -> Plan | None:
+    plan = scheduler.schedule()
+    if plan is not None:
+        scheduler.update(plan, [token] * len(plan.sampled_rows))
+    return plan
+
+
+def run_to_end(scheduler: Scheduler, max_steps: int = 2000) -> list[Plan]:
+    plans = []
+    while scheduler.has_requests:
+        plan = run_step(scheduler)
+        assert plan is not None, "work exists but nothing can run"
+        plans.append(plan)
+        assert len(plans) < max_steps
+    return plans
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts, steps and late completions, with up to two steps in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make_scheduler()
+        self.in_flight: deque[Plan] = deque()
+        self.requests: list[Request] = []
+        self.computed: dict[Request, int] = {}
+
+    @rule(
+        num_prompt=st.integers(1, 200),
+        max_tokens=st.integers(1, 60),
+        placement=st.sampled_from(["auto", "device", "host"]),
+    )
+    def add(self, num_prompt: int, max_tokens: int, placement: str) -> None:
+        max_tokens = min(max_tokens, LIMITS.max_model_len - num_prompt)
+        request = make_request(len(self.requests), num_prompt, max_tokens, placement)
+        need = -(-(num_prompt + max_tokens - 1) // LIMITS.block_size)
+        room = {"device": 8, "host": 24, "auto": 24}[placement]
+        if need > room:
+            with pytest.raises(ValueError, match="pool holds"):
+                self.scheduler.add(request)
+        else:
+            self.scheduler.add(request)
+            self.requests.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        was_finished = request.state is RequestState.FINISHED
+        assert (self.scheduler.abort(request.request_id) is None) == was_finished
+
+    @precondition(lambda self: len(self.in_flight) < 2)
+    @rule()
+    def schedule(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            if not self.in_flight and self.scheduler.has_requests:
+                raise AssertionError("idle though work exists")
+            return
+        self.check_plan(plan)
+        self.in_flight.append(plan)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(tokens=st.lists(st.sampled_from([1, 2, 3, 3, 3, EOS]), min_size=12, max_size=12))
+    def complete(self, tokens: list[int]) -> None:
+        plan = self.in_flight.popleft()
+        self.scheduler.update(plan, tokens[: len(plan.sampled_rows)])
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def lose_the_device(self) -> None:
+        self.in_flight.clear()
+        self.scheduler.rollback()
+        assert all(r.placement is Placement.HOST for r in self.scheduler.running)
+
+    def check_plan(self, plan: Plan) -> None:
+        rows = list(plan.rows)
+        assert len({row.request for row in rows}) == len(rows)
+        assert len({row.slot for row in rows}) == len(rows)
+        assert plan.num_tokens <= LIMITS.max_num_batched_tokens
+        assert len(plan.b0.chunks) <= LIMITS.max_num_chunks
+        assert not plan.b1.chunks
+        assert not plan.b1.decodes
+        assert (plan.mode is Mode.PIPELINED) == any(r.placement is Placement.HOST for r in rows)
+        assert sum(r.stop for r in plan.b0.host_chunks) <= LIMITS.scratch_tokens
+        for row in rows:
+            assert len(row.blocks) == -(-row.stop // LIMITS.block_size)
+            assert row.request.placement is row.placement
+            if row.placement is Placement.HOST and row in plan.b0.chunks and not row.samples:
+                assert row.stop % LIMITS.block_size == 0
+        for row in (*plan.b0.decodes, *plan.b0.host_decodes, *plan.b1.host_decodes):
+            assert row.num_tokens == 1
+        oldest = min(self.scheduler.running, key=lambda r: r.arrival)
+        if oldest.is_decoding and oldest.wants_more and not oldest.num_pending:
+            raise AssertionError("the oldest running request was passed over")
+
+    @invariant()
+    def no_block_is_lost(self) -> None:
+        self.scheduler.check_integrity()
+
+    @invariant()
+    def limits_hold(self) -> None:
+        for request in self.requests:
+            assert len(request.output_ids) <= request.max_tokens
+            assert request.num_pending >= 0
+            if request.state is RequestState.FINISHED and request.finish_reason == "length":
+                assert len(request.output_ids) == request.max_tokens
+
+    def teardown(self) -> None:
+        while self.in_flight:
+            plan = self.in_flight.popleft()
+            self.scheduler.update(plan, [1] * len(plan.sampled_rows))
+        run_to_end(self.scheduler)
+        for pool in self.scheduler.pools.values():
+            assert pool.num_used == 0
+        assert all(r.state is RequestState.FINISHED for r in self.requests)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, derandomize=True
+)
+
+
+def test_requests_go_to_the_host_only_when_the_device_is_full():
+    scheduler = make_scheduler()
+    for i in range(6):
+        scheduler.add(make_request(i, 40, 8))
+    run_step(scheduler)
+    run_step(scheduler)
+    run_step(scheduler)
+    run_step(scheduler)
+    placed = [r.placement for r in scheduler.running]
+    assert placed[:2] == [Placement.DEVICE, Placement.DEVICE]
+    assert set(placed[2:]) == {Placement.HOST}
+    run_to_end(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
+def test_device_only_never_uses_the_host():
+    scheduler = make_scheduler(DeviceOnly())
+    for i in range(6):
+        scheduler.add(make_request(i, 40, 8))
+    plans = run_to_end(scheduler)
+    assert {plan.mode for plan in plans} == {Mode.DEVICE_ONLY}
+
+
+def test_full_places_everything_on_the_host_and_splits_it_in_halves():
+    scheduler = make_scheduler(Full())
+    for i in range(5):
+        scheduler.add(make_request(i, 20, 8))
+    plans = run_to_end(scheduler)
+    assert {row.placement for plan in plans for row in plan.rows} == {Placement.HOST}
+    pure = [plan for plan in plans if not plan.b0.chunks]
+    assert all(len(p.b0.host_decodes) - len(p.b1.host_decodes) in (0, 1) for p in pure)
+
+
+def test_a_preempted_request_is_recomputed_with_its_outputs():
+    scheduler = make_scheduler(DeviceOnly())
+    scheduler.add(make_request(0, 60, 64))
+    scheduler.add(make_request(1, 40, 64))
+    plans = run_to_end(scheduler)
+    assert scheduler.num_preemptions >= 1
+    resumed = [r for p in plans for r in p.b0.chunks if r.request.request_id == "r1"]
+    assert sum(r.num_tokens for r in resumed) > 40
+
+
+def test_thrash_is_bounded_when_the_pool_holds_little_more_than_one_request():
+    # Pool for 1.2 requests, four of them: cases D-KV-05.
+    scheduler = make_scheduler(DeviceOnly(), num_device_blocks=120, max_model_len=2048)
+    requests = [make_request(i, 800, 800) for i in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    run_to_end(scheduler, max_steps=10_000)
+    assert [len(r.output_ids) for r in requests] == [800] * 4
+    assert max(r.num_preemptions for r in requests) <= 3
+
+
+def test_a_request_too_large_for_every_pool_is_refused_with_numbers():
+    scheduler = make_scheduler(max_model_len=4096)
+    with pytest.raises(ValueError, match=r"needs KV for 999 tokens.*device pool holds 128.*384"):
+        scheduler.add(make_request(0, 900, 100))
+
+
+def test_placement_that_the_policy_forbids_is_refused():
+    with pytest.raises(ValueError, match=r"kv_placement 'host'.*device-only"):
+        make_scheduler(DeviceOnly()).add(make_request(0, 10, 10, placement="host"))
+
+
+def test_a_prompt_larger_than_the_device_pool_runs_on_the_host_in_chunks():
+    scheduler = make_scheduler()
+    scheduler.add(make_request(0, 180, 4))
+    plans = run_to_end(scheduler)
+    chunks = [row for plan in plans for row in plan.b0.chunks]
+    assert [row.num_tokens for row in chunks] == [64, 64, 52]
+    assert {row.placement for row in chunks} == {Placement.HOST}
+
+
+def test_blocks_of_a_stopped_request_return_only_after_the_step_in_flight():
+    scheduler = make_scheduler()
+    scheduler.add(make_request(0, 20, 30))
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    scheduler.update(first, [EOS])
+    assert scheduler.pools[Placement.DEVICE].num_used == 2
+    scheduler.update(second, [1])
+    assert scheduler.pools[Placement.DEVICE].num_used == 0
+
+
+def test_a_policy_of_ones_own_is_loaded_by_module_and_class():
+    assert load_policy("neojax.scheduler.policy:Full").placements == (Placement.HOST,)
+    for bad in ("fastest", "no.such:Policy", "neojax.config:EngineConfig"):
+        with pytest.raises(ValueError, match="offload_policy"):
+            load_policy(bad)
