@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from jaxtyping import install_import_hook
 
+from tests import shape_checks
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 # By environment rather than jax.config: the tests of pure Python import no jax, and the engine
@@ -17,7 +17,7 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 
-install_import_hook("neojax", "beartype.beartype")
+shape_checks.install()
 
 # A shared machine stalls now and then; that is no fault of the code under test.
 settings.register_profile("neojax", deadline=None)
