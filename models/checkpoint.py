@@ -1,0 +1,118 @@
+"""Fills a Llama's parameters: from a checkpoint, tensor by tensor, or with random values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from tqdm import tqdm
+
+from neojax.config import LoadFormat
+from neojax.models.config import ModelConfig
+from neojax.models.dummy import random_state
+from neojax.models.gguf_checkpoint import GgufCheckpoint
+from neojax.models.llama import Llama
+from neojax.models.parameters import ParamPath, Part, check_tensors
+from neojax.models.safetensors_checkpoint import SafetensorsCheckpoint
+
+Checkpoint: TypeAlias = SafetensorsCheckpoint | GgufCheckpoint
+"""Tensors by Hugging Face name: `shapes`, and `read` for one."""
+
+
+def load_model(
+    path: Path | None,
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> Llama:
+    """A Llama with its parameters on the default device.
+
+    path: directory or .gguf file; None only with load_format "dummy", which reads no weights.
+    dtype: of the parameters; a stored tensor of another type is converted on the way.
+    Raises ValueError when the checkpoint does not fill every parameter exactly once.
+    """
+    abstract = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, empty = nnx.split(abstract)
+    variables = dict(nnx.to_flat_state(empty))
+    if load_format == "dummy":
+        arrays = random_state(config, dtype=dtype, seed=seed)
+    elif path is None:
+        raise ValueError(f"load_format {load_format!r} needs a checkpoint; without one use 'dummy'")
+    else:
+        shapes = {name: variable.shape for name, variable in variables.items()}
+        checkpoint = open_checkpoint(Path(path), config, load_format)
+        arrays = _read_parameters(checkpoint, config, shapes, np.dtype(dtype), progress)
+    assert arrays.keys() == variables.keys()
+    state = nnx.from_flat_state(
+        [(name, variable.replace(arrays[name])) for name, variable in variables.items()]
+    )
+    return nnx.merge(graphdef, state)
+
+
+def open_checkpoint(path: Path, config: ModelConfig, load_format: LoadFormat) -> Checkpoint:
+    """The reader for a path. Raises ValueError when it is not what load_format names."""
+    is_gguf = path.suffix == ".gguf"
+    if load_format not in ("auto", "gguf" if is_gguf else "safetensors"):
+        kind = "a GGUF file" if is_gguf else "a directory"
+        raise ValueError(f"load_format {load_format!r} was asked for, but {path} is {kind}")
+    return GgufCheckpoint(path, config) if is_gguf else SafetensorsCheckpoint(path)
+
+
+def _read_parameters(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    shapes: Mapping[ParamPath, tuple[int, ...]],
+    dtype: np.dtype,
+    progress: bool,
+) -> dict[ParamPath, jax.Array]:
+    """Read every tensor once, in file order, and send each parameter off when it is whole.
+
+    Host memory holds the few parameters that are being put together, never the model.
+    """
+    tensor_shapes = checkpoint.shapes
+    parts = check_tensors(tensor_shapes, config, str(checkpoint.path))
+    missing_parts: dict[ParamPath, int] = {}
+    for part in parts.values():
+        missing_parts[part.param] = missing_parts.get(part.param, 0) + 1
+    buffers: dict[ParamPath, np.ndarray] = {}
+    arrays: dict[ParamPath, jax.Array] = {}
+    with tqdm(
+        total=config.num_parameters * dtype.itemsize,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+    ) as bar:
+        for name in tensor_shapes:
+            part = parts.get(name)
+            if part is None:
+                continue
+            if part.param not in buffers:
+                buffers[part.param] = np.empty(shapes[part.param], dtype)
+            _fill(buffers[part.param], part, checkpoint.read(name), name)
+            missing_parts[part.param] -= 1
+            if not missing_parts[part.param]:
+                buffer = buffers.pop(part.param)
+                arrays[part.param] = jax.device_put(buffer)
+                bar.update(buffer.nbytes)
+    jax.block_until_ready(arrays)
+    return arrays
+
+
+def _fill(buffer: np.ndarray, part: Part, values: np.ndarray, name: str) -> None:
+    rows = buffer[part.start : part.start + part.shape[0]]
+    with np.errstate(over="ignore"):
+        rows[...] = values
+    if buffer.dtype == np.float16 and values.dtype != np.float16 and not np.isfinite(rows).all():
+        raise ValueError(
+            f"{name} holds values that float16 cannot (beyond 65504). Use --dtype bfloat16 or "
+            "float32"
+        )

@@ -1,0 +1,78 @@
+"""The weights of a GGUF file, under Hugging Face names and in their row order. No jax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from neojax.models.config import ModelConfig
+from neojax.models.gguf_file import open_gguf
+
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Part of the config (gguf_config.py), not a weight.
+_CONFIG_TENSORS = {"rope_freqs.weight"}
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF file, dequantised to float32 one by one as they are read."""
+
+    def __init__(self, path: Path, config: ModelConfig):
+        self.path = path
+        self._file = open_gguf(path)
+        self._num_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        self._stored_names = {
+            hugging_face_name(name): name
+            for name in self._file.tensors
+            if name not in _CONFIG_TENSORS
+        }
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Tensor names and shapes in file order."""
+        return {name: self._file.shape(stored) for name, stored in self._stored_names.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor's values, float32."""
+        values = self._file.read(self._stored_names[name])
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        if projection in self._num_heads:
+            return half_split_rows(values, self._num_heads[projection])
+        return values
+
+
+def hugging_face_name(name: str) -> str:
+    """Name of a GGUF tensor in a Hugging Face Llama; unknown names come back as they are."""
+    if name in _OUTER:
+        return _OUTER[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match and match[2] in _INNER:
+        return f"model.layers.{match[1]}.{_INNER[match[2]]}.weight"
+    return name
+
+
+def half_split_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows [N*H, D] of a query or key projection with rope pairs (i, i + H/2).
+
+    GGUF puts the two rows of a pair next to each other, (2i, 2i + 1).
+    """
+    rows, columns = weight.shape
+    pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)

@@ -1,0 +1,120 @@
+"""Reads a Hugging Face config.json. What neojax does not compute is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from neojax.models.config import ModelConfig
+from neojax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling, RopeScaling
+
+_ARCHITECTURES = {"LlamaForCausalLM": "llama"}
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Config of a checkpoint directory.
+
+    Raises ValueError for a missing or broken file, or a model that is not a plain Llama.
+    """
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{directory} has no config.json. A model is a Hugging Face directory (config.json, "
+            "*.safetensors, tokenizer.json) or a .gguf file"
+        )
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file} holds a {type(raw).__name__}, not an object")
+    # Null stands for "the default" in configs written by transformers.
+    raw = {key: value for key, value in raw.items() if value is not None}
+    try:
+        return parse_config(raw, name=directory.resolve().name)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def parse_config(raw: dict[str, Any], name: str) -> ModelConfig:
+    """Config from the contents of config.json without its null entries."""
+    _refuse_unsupported(raw)
+    for key in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ):
+        if key not in raw:
+            raise ValueError(f"{key} is missing")
+    hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
+    if "head_dim" not in raw and hidden_size % num_heads:
+        raise ValueError(
+            f"head_dim is missing and hidden_size {hidden_size} is not a multiple of "
+            f"num_attention_heads {num_heads}"
+        )
+    theta, scaling = _rope(raw)
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=hidden_size,
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=raw.get("num_key_value_heads", num_heads),
+        head_dim=raw.get("head_dim", hidden_size // num_heads),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        tie_embeddings=raw.get("tie_word_embeddings", False),
+        name=name,
+    )
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    names = raw.get("architectures") or [raw.get("model_type", "unknown")]
+    if not any(name in _ARCHITECTURES or name in _ARCHITECTURES.values() for name in names):
+        raise ValueError(
+            f"architecture {', '.join(map(str, names))} is not supported; "
+            f"supported: {', '.join(_ARCHITECTURES)}"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key):
+            raise ValueError(f"{key} true is not supported: projections have no bias here")
+    if "quantization_config" in raw:
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(
+            f"quantization_config {method!r} is not supported; use the unquantised checkpoint "
+            "or a GGUF file"
+        )
+
+
+def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, from rope_parameters (transformers 5) or the older top-level keys."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = {key: value for key, value in rope.items() if value is not None}
+    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    try:
+        match kind:
+            case "default":
+                return theta, None
+            case "linear":
+                return theta, LinearRopeScaling(factor=float(rope["factor"]))
+            case "llama3":
+                return theta, Llama3RopeScaling(
+                    factor=float(rope["factor"]),
+                    low_freq_factor=float(rope["low_freq_factor"]),
+                    high_freq_factor=float(rope["high_freq_factor"]),
+                    original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+                )
+    except KeyError as error:
+        raise ValueError(f"rope type {kind!r} needs {error.args[0]}") from error
+    raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")

@@ -1,0 +1,60 @@
+"""The two layers every decoder here is made of."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm. Reduces in float32 whatever the parameters' type."""
+
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (wide * scale * self.weight[...].astype(jnp.float32)[None, :]).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """A projection without bias. Weight [out, in], as checkpoints store it.
+
+    That order needs no transpose on load, and on the CPU backend it is a quarter faster from 16
+    tokens on.
+    """
+
+    def __init__(self, in_size: int, out_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = nnx.Param(random_weight((out_size, in_size), dtype, rngs))
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T O"]:
+        return project(x, self.weight[...])
+
+
+def project(
+    x: Float[Array, "T D"], weight: Float[Array, "O D"], out_dtype: DTypeLike | None = None
+) -> Float[Array, "T O"]:
+    """x times the transposed weight, summed in float32, as `out_dtype` (default: x's)."""
+    # GPUs would multiply float32 in TF32 (10 bits of mantissa) without being asked.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=out_dtype or x.dtype,
+    )
+
+
+def random_weight(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> Float[Array, "..."]:
+    """Values of deviation 0.02, as in a fresh Llama; uniform, since that is faster to draw.
+
+    Drawn in float32, so that the same seed gives the same model in every type.
+    """
+    bound = 0.02 * 3**0.5
+    return jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound).astype(dtype)
