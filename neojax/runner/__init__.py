@@ -1,0 +1,1 @@
+"""Executes plans: compiled stages, shape buckets, the two-lane loop, sampling, warm-up."""

@@ -1,0 +1,267 @@
+"""The step's metadata: one packed int32 array per sub-batch, written on the host, read in programs.
+
+One array instead of twenty: each argument of a program costs dispatch time, each transfer a
+round trip. Floats travel as their bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from neojax.ops import attention
+from neojax.ops.attention import TILE, Decodes, Tiles
+from neojax.runner.shapes import MAX_CHUNKS, Shape
+from neojax.scheduler.plan import Row, SubBatch
+from neojax.scheduler.request import Placement
+
+
+class Sampling(NamedTuple):
+    """The rows that give a token. Padding has slot max_num_seqs, which is dropped."""
+
+    row: Int[Array, "S"]  # index into the activations
+    slot: Int[Array, "S"]  # request slot
+    position: Int[Array, "S"]  # position of the new token: the counter of its random draw
+    seed: Int[Array, "S 2"]  # high and low word
+    top_k: Int[Array, "S"]  # 0 = all
+    temperature: Float[Array, "S"]  # 0 = greedy
+    top_p: Float[Array, "S"]
+
+
+class StepMeta(NamedTuple):
+    """Metadata of one sub-batch, unpacked inside a program."""
+
+    token_ids: Int[Array, "R"]  # -1: take the slot's newest token
+    positions: Int[Array, "R"]
+    request_slots: Int[Array, "R"]
+    kv_slots: Int[Array, "T"]  # block * p + offset; padding and host tokens: P * p (dropped)
+    tiles: Tiles  # chunks of DEVICE requests
+    decodes: Decodes
+    host_tiles: Tiles  # chunks of HOST requests, whose keys are in the scratch pool
+    scratch_slots: Int[Array, "T"]  # padding and device tokens: the scratch's size (dropped)
+    plan: Int[Array, ""]  # entry in the host lane's ring of plans
+    num_host_rows: Int[Array, ""]
+    num_host_chunks: Int[Array, ""]
+    sampling: Sampling
+
+
+class HostPlan(NamedTuple):
+    """What the host lane must know of a sub-batch: goes to the C++ library, not to the device."""
+
+    context_lens: np.ndarray  # i32[B]
+    tables: np.ndarray  # i32[B, W]
+    chunks: np.ndarray  # i32[C, 4]: row_offset, num_tokens, start, scratch_slot
+    chunk_tables: np.ndarray  # i32[C, W]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetaLayout:
+    """Where each field of a shape's metadata lies, and how to fill it."""
+
+    shape: Shape
+    max_num_seqs: int
+    block_size: int
+    table_width: int
+    num_device_slots: int
+    num_scratch_slots: int
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the head."""
+        return min(self.shape.num_rows, self.max_num_seqs)
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape, in the packed order."""
+        num_tokens, num_rows = self.shape.num_tokens, self.shape.num_rows
+        num_samples = self.num_samples
+        num_chunks = min(MAX_CHUNKS, num_tokens)
+        num_tiles = attention.num_tiles(num_tokens, MAX_CHUNKS)
+        num_decodes = min(num_tokens, self.max_num_seqs)
+        width = self.table_width
+        scratch_width = self.num_scratch_slots // self.block_size
+        return {
+            # plan, host rows, host chunks, device tiles, host tiles, first decode
+            "scalars": (6,),
+            "rows": (3, num_rows),  # token_ids, positions, request_slots
+            "slots": (2, num_tokens),  # kv_slots, scratch_slots
+            "tiles": (4, num_tiles),
+            "host_tiles": (4, num_tiles),
+            "chunk_tables": (num_chunks, width),
+            "host_chunk_tables": (num_chunks, scratch_width),
+            "decode_lengths": (num_decodes,),
+            "decode_tables": (num_decodes, width),
+            # row, slot, position, seed (2), top_k, temperature, top_p
+            "sampling": (8, num_samples),
+        }
+
+    @property
+    def size(self) -> int:
+        """int32 values in the packed array."""
+        return sum(math.prod(shape) for shape in self.fields().values())
+
+    def views(self, packed: np.ndarray | jax.Array) -> dict[str, np.ndarray]:
+        """The fields of a packed array; writable where it is numpy's."""
+        views, offset = {}, 0
+        for name, shape in self.fields().items():
+            size = math.prod(shape)
+            views[name] = packed[offset : offset + size].reshape(shape)
+            offset += size
+        return views
+
+    def unpack(self, packed: Int[Array, "M"]) -> StepMeta:
+        """Inside a program: the fields of a packed array."""
+        f = self.views(packed)
+        s = f["sampling"]
+        scalars = f["scalars"]
+
+        def floats(x):
+            return jax.lax.bitcast_convert_type(x, jnp.float32)
+
+        return StepMeta(
+            *f["rows"],
+            kv_slots=f["slots"][0],
+            tiles=Tiles(scalars[3], *f["tiles"], tables=f["chunk_tables"]),
+            decodes=Decodes(scalars[5], f["decode_lengths"], f["decode_tables"]),
+            host_tiles=Tiles(scalars[4], *f["host_tiles"], tables=f["host_chunk_tables"]),
+            scratch_slots=f["slots"][1],
+            plan=scalars[0],
+            num_host_rows=scalars[1],
+            num_host_chunks=scalars[2],
+            sampling=Sampling(s[0], s[1], s[2], s[3:5].T, s[5], floats(s[6]), floats(s[7])),
+        )
+
+    def empty(self) -> np.ndarray:
+        """A packed array of nothing but padding."""
+        packed = np.zeros(self.size, np.int32)
+        f = self.views(packed)
+        f["slots"][0] = self.num_device_slots
+        f["slots"][1] = self.num_scratch_slots
+        f["sampling"][1] = self.max_num_seqs
+        return packed
+
+    def pack(self, batch: SubBatch, plan_index: int) -> tuple[np.ndarray, HostPlan | None]:
+        """Metadata of a sub-batch, and the host lane's part of it (None without host work)."""
+        packed = self.empty()
+        f = self.views(packed)
+        host = _HostPlanWriter(batch, self.table_width)
+        tiles = {p: _TileWriter(f[n]) for p, n in _TILES.items()}
+        token, scratch = 0, 0
+        for row in batch.chunks:
+            index = tiles[row.placement].add(token, row)
+            positions = self._write_row(f, token, row)
+            span = slice(token, token + row.num_tokens)
+            if row.placement is Placement.HOST:
+                f["slots"][1, span] = scratch + positions
+                host.add_chunk(token, row, scratch)
+                blocks = -(-row.stop // self.block_size)
+                first = scratch // self.block_size
+                f["host_chunk_tables"][index, :blocks] = np.arange(first, first + blocks)
+                scratch += blocks * self.block_size
+            else:
+                f["slots"][0, span] = self._slots_of(row, positions)
+                f["chunk_tables"][index, : len(row.blocks)] = row.blocks
+            token += row.num_tokens
+        num_tiles = [tiles[p].count for p in (Placement.DEVICE, Placement.HOST)]
+        f["scalars"][:] = (plan_index, host.num_rows, host.num_chunks, *num_tiles, token)
+        for i, row in enumerate(batch.decodes):
+            positions = self._write_row(f, token, row)
+            f["slots"][0, token] = self._slots_of(row, positions)[0]
+            f["decode_lengths"][i] = row.stop
+            f["decode_tables"][i, : len(row.blocks)] = row.blocks
+            token += 1
+        for i, row in enumerate(batch.host_decodes):
+            self._write_row(f, self.shape.num_tokens + i, row)
+            host.add_decode(i, row)
+        self._write_sampling(f["sampling"], batch)
+        return packed, host.finish()
+
+    def _write_row(self, f: dict[str, np.ndarray], first: int, row: Row) -> np.ndarray:
+        span = slice(first, first + row.num_tokens)
+        positions = np.arange(row.start.token, row.stop, dtype=np.int32)
+        f["rows"][0, span] = row.request.token_ids(row.start.token, row.stop)
+        f["rows"][1, span] = positions
+        f["rows"][2, span] = row.slot
+        return positions
+
+    def _slots_of(self, row: Row, positions: np.ndarray) -> np.ndarray:
+        blocks = np.asarray(row.blocks, np.int32)
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def _write_sampling(self, s: np.ndarray, batch: SubBatch) -> None:
+        last, i = -1, 0
+        for row in batch.rows:
+            last += row.num_tokens
+            if batch.host_decodes and row is batch.host_decodes[0]:
+                last = self.shape.num_tokens  # host rows start behind the device's padding
+            if not row.samples:
+                continue
+            request, params = row.request, row.request.params
+            s[:6, i] = (
+                last,
+                row.slot,
+                row.stop,
+                request.seed >> 32,
+                np.int64(request.seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32),
+                max(params.top_k, 0),
+            )
+            temperature = 0.0 if params.is_greedy else params.temperature
+            s[6:, i] = np.asarray([temperature, params.top_p], np.float32).view(np.int32)
+            i += 1
+
+
+_TILES = {Placement.DEVICE: "tiles", Placement.HOST: "host_tiles"}
+
+
+class _TileWriter:
+    """Cuts chunks into tiles, in the order of the tokens."""
+
+    def __init__(self, out: np.ndarray) -> None:
+        self.out = out  # i32[4, n]: token, length, position, row
+        self.count = 0
+        self._chunks = 0
+
+    def add(self, token: int, row: Row) -> int:
+        """Tiles of a chunk; returns the index of its block table."""
+        offsets = np.arange(0, row.num_tokens, TILE)
+        span = slice(self.count, self.count + len(offsets))
+        self.out[0, span] = token + offsets
+        self.out[1, span] = np.minimum(TILE, row.num_tokens - offsets)
+        self.out[2, span] = row.start.token + offsets
+        self.out[3, span] = self._chunks
+        self.count += len(offsets)
+        self._chunks += 1
+        return self._chunks - 1
+
+
+class _HostPlanWriter:
+    """Collects what the host lane must know."""
+
+    def __init__(self, batch: SubBatch, width: int) -> None:
+        self.num_rows = len(batch.host_decodes)
+        self.num_chunks = 0
+        num_chunks = len(batch.host_chunks)
+        self._plan = HostPlan(
+            np.zeros(self.num_rows, np.int32),
+            np.zeros((self.num_rows, width), np.int32),
+            np.zeros((num_chunks, 4), np.int32),
+            np.zeros((num_chunks, width), np.int32),
+        )
+
+    def add_decode(self, i: int, row: Row) -> None:
+        self._plan.context_lens[i] = row.stop
+        self._plan.tables[i, : len(row.blocks)] = row.blocks
+
+    def add_chunk(self, token: int, row: Row, scratch_slot: int) -> None:
+        i = self.num_chunks
+        self._plan.chunks[i] = (token, row.num_tokens, row.start.token, scratch_slot)
+        self._plan.chunk_tables[i, : len(row.blocks)] = row.blocks
+        self.num_chunks += 1
+
+    def finish(self) -> HostPlan | None:
+        return self._plan if self.num_rows or self.num_chunks else None
