@@ -42,8 +42,8 @@ PY
 
 check_native() {
   step "ctest"
-  cmake -S . -B "build/ctest" -G Ninja -DCMAKE_BUILD_TYPE=Release -DNEOJAX_BUILD_TESTS=ON \
-    -DPython_EXECUTABLE="$(command -v python)" >/dev/null
-  cmake --build build/ctest
-  ctest --test-dir build/ctest --output-on-failure
+  mkdir -p build
+  cmake -S . -B build/native -G Ninja >build/native.log || { cat build/native.log && return 1; }
+  cmake --build build/native
+  ctest --test-dir build/native --output-on-failure --no-tests=error
 }
