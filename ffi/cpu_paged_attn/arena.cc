@@ -1,0 +1,158 @@
+#include "ffi/cpu_paged_attn/arena.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace neojax {
+namespace {
+
+// Where element `d` of token `t` lies in a tile's K and V.
+template <class E>
+struct Place;
+
+template <>
+struct Place<float> {
+  static int K(int t, int d, int) { return d * 16 + t; }
+  static int V(int t, int d, int head_dim) { return t * head_dim + d; }
+};
+
+template <>
+struct Place<uint16_t> {
+  static int K(int t, int d, int) { return (d / 2 * 16 + t) * 2 + d % 2; }
+  static int V(int t, int d, int head_dim) {
+    return (t / 2 * head_dim + d) * 2 + t % 2;
+  }
+};
+
+float ToFloat(float x) { return x; }
+float ToFloat(uint16_t x) { return FloatFromBf16(x); }
+void Assign(float* to, float x) { *to = x; }
+void Assign(uint16_t* to, float x) { *to = Bf16FromFloat(x); }
+
+template <class To, class From>
+void Convert(To* to, From from) {
+  if constexpr (std::is_same_v<To, From>) {
+    *to = from;
+  } else {
+    Assign(to, ToFloat(from));
+  }
+}
+
+template <class E, class Row>
+void Write(E* tile, int t, int head_dim, const Row* k, const Row* v) {
+  E* v_tile = tile + 16 * head_dim;
+  for (int d = 0; d < head_dim; ++d) {
+    Convert(tile + Place<E>::K(t, d, head_dim), k[d]);
+    Convert(v_tile + Place<E>::V(t, d, head_dim), v[d]);
+  }
+}
+
+template <class E, class Row>
+void Read(const E* tile, int t, int head_dim, Row* k, Row* v) {
+  const E* v_tile = tile + 16 * head_dim;
+  for (int d = 0; d < head_dim; ++d) {
+    Convert(k + d, tile[Place<E>::K(t, d, head_dim)]);
+    Convert(v + d, v_tile[Place<E>::V(t, d, head_dim)]);
+  }
+}
+
+// Calls fn(element, row) with null pointers of the two C++ types.
+template <class Fn>
+void WithTypes(Dtype cache, Dtype rows, Fn fn) {
+  auto with_rows = [&](auto* element) {
+    if (rows == Dtype::kFloat32) {
+      fn(element, static_cast<float*>(nullptr));
+    } else {
+      fn(element, static_cast<uint16_t*>(nullptr));
+    }
+  };
+  if (cache == Dtype::kFloat32) {
+    with_rows(static_cast<float*>(nullptr));
+  } else {
+    with_rows(static_cast<uint16_t*>(nullptr));
+  }
+}
+
+}  // namespace
+
+void CheckShape(const CacheShape& s) {
+  auto check = [](bool ok, const char* name, int value, const char* rule) {
+    if (!ok) {
+      throw std::invalid_argument(std::string(name) + " must be " + rule +
+                                  ", got " + std::to_string(value));
+    }
+  };
+  check(s.num_layers >= 1, "num_layers", s.num_layers, "at least 1");
+  check(s.num_blocks >= 1, "num_blocks", s.num_blocks, "at least 1");
+  check(s.num_kv_heads >= 1, "num_kv_heads", s.num_kv_heads, "at least 1");
+  check(s.head_dim >= 8 && s.head_dim <= 256 && s.head_dim % 8 == 0, "head_dim",
+        s.head_dim, "a multiple of 8 up to 256");
+  check(s.block_size >= 16 && s.block_size % 16 == 0, "block_size",
+        s.block_size, "a multiple of 16");
+}
+
+HostKVCache::HostKVCache(const CacheShape& shape,
+                         std::shared_ptr<WorkerPool> pool)
+    : shape_(shape), pool_(std::move(pool)) {
+  CheckShape(shape_);
+  const int64_t bytes = shape_.num_bytes();
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) throw std::bad_alloc();
+  data_ = static_cast<char*>(data);
+  // Advice only: a kernel without huge pages is merely slower.
+  madvise(data_, bytes, MADV_HUGEPAGE);
+
+  int64_t start = NowNs();
+  constexpr int64_t kPiece = int64_t{32} << 20;
+  std::atomic<int64_t> next{0};
+  pool_->Run(pool_->num_threads(), [&](int) {
+    for (;;) {
+      int64_t begin = next.fetch_add(kPiece, std::memory_order_relaxed);
+      if (begin >= bytes) return;
+      int64_t end = std::min(bytes, begin + kPiece);
+      for (int64_t i = begin; i < end; i += 4096) {
+        *static_cast<volatile char*>(data_ + i) = 0;
+      }
+    }
+  });
+  touch_seconds_ = (NowNs() - start) * 1e-9;
+}
+
+HostKVCache::~HostKVCache() { munmap(data_, shape_.num_bytes()); }
+
+void HostKVCache::WriteToken(int layer, int block, int slot, int head,
+                             const void* k, const void* v, Dtype dtype) {
+  char* tile = Tile(layer, block, slot, head);
+  WithTypes(shape_.dtype, dtype, [&](auto* element, auto* row) {
+    using E = std::remove_pointer_t<decltype(element)>;
+    using Row = std::remove_pointer_t<decltype(row)>;
+    Write(reinterpret_cast<E*>(tile), slot % 16, shape_.head_dim,
+          static_cast<const Row*>(k), static_cast<const Row*>(v));
+  });
+}
+
+void HostKVCache::ReadToken(int layer, int block, int slot, int head, void* k,
+                            void* v, Dtype dtype) const {
+  const char* tile = Tile(layer, block, slot, head);
+  WithTypes(shape_.dtype, dtype, [&](auto* element, auto* row) {
+    using E = std::remove_pointer_t<decltype(element)>;
+    using Row = std::remove_pointer_t<decltype(row)>;
+    Read(reinterpret_cast<const E*>(tile), slot % 16, shape_.head_dim,
+         static_cast<Row*>(k), static_cast<Row*>(v));
+  });
+}
+
+void HostKVCache::Fill(float value) {
+  int64_t count = shape_.num_bytes() / ElementSize(shape_.dtype);
+  for (int64_t i = 0; i < count; ++i) {
+    StoreFloat(data_, shape_.dtype, i, value);
+  }
+}
+
+}  // namespace neojax

@@ -1,0 +1,40 @@
+#include "ffi/cpu_paged_attn/isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace neojax {
+
+std::vector<const KernelTable*> AvailableKernels() {
+  std::vector<const KernelTable*> tables = {&kScalarKernels};
+#if defined(__x86_64__)
+  // The builtin also checks that the operating system saves the registers.
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    tables.push_back(&kAvx2Kernels);
+  }
+#endif
+  return tables;
+}
+
+const KernelTable& KernelsFor(const std::string& name) {
+  std::string wanted = name;
+  std::string asked_by = "isa";
+  if (wanted.empty()) {
+    const char* env = std::getenv("NEOJAX_CPU_ISA");
+    if (env != nullptr) wanted = env;
+    asked_by = "NEOJAX_CPU_ISA";
+  }
+  std::vector<const KernelTable*> tables = AvailableKernels();
+  if (wanted.empty()) return *tables.back();
+  std::string names;
+  for (const KernelTable* table : tables) {
+    if (wanted == table->name) return *table;
+    names += (names.empty() ? "" : ", ") + std::string(table->name);
+  }
+  throw std::invalid_argument(
+      asked_by + "=" + wanted +
+      " cannot run on this machine; available: " + names);
+}
+
+}  // namespace neojax

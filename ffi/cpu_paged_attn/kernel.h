@@ -1,0 +1,49 @@
+// The attention of one kv head over a range of one sequence's tokens: what the
+// instruction-set files implement.
+//
+// Included by files compiled for one instruction set, so it must define no
+// inline function: the linker would be free to keep that file's version.
+#ifndef NEOJAX_CPU_PAGED_ATTN_KERNEL_H_
+#define NEOJAX_CPU_PAGED_ATTN_KERNEL_H_
+
+#include <cstdint>
+
+namespace neojax {
+
+// Tokens in one tile, the unit in which K and V are stored and read.
+enum : int { kTileTokens = 16 };
+// Most query heads that one call takes, and the largest head dim.
+enum : int { kMaxGroup = 32, kMaxHeadDim = 256 };
+
+// All pointers are valid for the call; `table` entries have been checked.
+struct AttendArgs {
+  const float* q;        // [G, H]
+  const char* base;      // first tile of this layer and kv head in block 0
+  const int32_t* table;  // block of each block_size tokens
+  int64_t block_bytes;   // from one block of the layer to the next
+  int64_t tile_bytes;    // K and V of 16 tokens
+  int tiles_per_block;
+  int begin, end;  // tokens [begin, end) are attended to; not empty
+  int group;       // G, 1 to kMaxGroup
+  int head_dim;    // H, a multiple of 8 up to kMaxHeadDim
+  float scale;     // of the logits
+  float softcap;   // c: logits become c * tanh(logit / c); 0: unchanged
+  float* out;      // [G, H]: sum of exp2(x - max) * v, not normalised
+  float* max;      // [G]: largest logit, times log2(e)
+  float* sum;      // [G]: sum of exp2(x - max)
+};
+
+using AttendFn = void (*)(const AttendArgs&);
+
+struct KernelTable {
+  const char* name;
+  AttendFn float32;
+  AttendFn bfloat16;
+};
+
+extern const KernelTable kScalarKernels;
+extern const KernelTable kAvx2Kernels;
+
+}  // namespace neojax
+
+#endif  // NEOJAX_CPU_PAGED_ATTN_KERNEL_H_

@@ -1,0 +1,490 @@
+#include "ffi/cpu_paged_attn/lane.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+namespace neojax {
+namespace {
+
+constexpr size_t kMaxIntervals = size_t{1} << 20;
+
+// Never destroyed: lanes may outlive static objects at exit.
+struct Registry {
+  struct Entry {
+    HostLane* lane = nullptr;  // null: the id is free
+    std::weak_ptr<HostLane> weak;
+  };
+  std::mutex mutex;
+  std::vector<Entry> entries;
+  static Registry& Get() {
+    static Registry* registry = new Registry;
+    return *registry;
+  }
+};
+
+std::string Text(int64_t value) { return std::to_string(value); }
+
+LaneOptions Checked(LaneOptions options) {
+  auto at_least_one = [](const char* name, int value) {
+    if (value < 1) {
+      throw std::invalid_argument(std::string(name) +
+                                  " must be at least 1, got " + Text(value));
+    }
+  };
+  at_least_one("num_channels", options.num_channels);
+  at_least_one("max_rows", options.max_rows);
+  at_least_one("num_plans", options.num_plans);
+  return options;
+}
+
+}  // namespace
+
+std::shared_ptr<HostLane> HostLane::Create(std::shared_ptr<HostKVCache> cache,
+                                           std::shared_ptr<WorkerPool> pool,
+                                           LaneOptions options) {
+  std::shared_ptr<HostLane> lane(
+      new HostLane(std::move(cache), std::move(pool), std::move(options)));
+  Registry& registry = Registry::Get();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  size_t id = 0;
+  auto& entries = registry.entries;
+  while (id < entries.size() && entries[id].lane != nullptr) ++id;
+  if (id == entries.size()) entries.emplace_back();
+  entries[id] = {lane.get(), lane};
+  lane->id_ = static_cast<int>(id);
+  return lane;
+}
+
+std::shared_ptr<HostLane> HostLane::Find(int64_t id) {
+  Registry& registry = Registry::Get();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  if (id < 0 || id >= static_cast<int64_t>(registry.entries.size())) return {};
+  return registry.entries[id].weak.lock();
+}
+
+HostLane::HostLane(std::shared_ptr<HostKVCache> cache,
+                   std::shared_ptr<WorkerPool> pool, LaneOptions options)
+    : cache_(std::move(cache)),
+      pool_(std::move(pool)),
+      options_(Checked(std::move(options))),
+      params_{options_.num_q_heads, options_.scale, options_.softcap},
+      kernels_(KernelsFor(options_.isa)),
+      channels_(options_.num_channels),
+      plans_(options_.num_plans) {
+  CheckParams(shape(), params_);
+  const int64_t in_bytes = options_.max_rows * row_elements() * sizeof(float);
+  const int64_t out_bytes = int64_t{options_.max_rows} * options_.num_q_heads *
+                            shape().head_dim * sizeof(float);
+  for (size_t c = 0; c < channels_.size(); ++c) {
+    for (Slot& slot : channels_[c].slots) {
+      slot.channel = static_cast<int>(c);
+      slot.in.reset(new char[in_bytes]);
+      slot.out.reset(new char[out_bytes]);
+    }
+  }
+  dispatcher_ = std::thread([this] { Dispatch(); });
+}
+
+HostLane::~HostLane() { Close(); }
+
+void HostLane::Close() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  work_.Post();
+  dispatcher_.join();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Entry& entry : plans_) {
+      if (entry.uses > 0) pool_->Arm(-1);
+      entry = {};
+    }
+  }
+  Registry& registry = Registry::Get();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  if (id_ >= 0) registry.entries[id_] = {};
+}
+
+void HostLane::SetPlan(int index, const int32_t* context_lens, Table tables,
+                       int window, const int32_t* chunks, Table chunk_tables,
+                       int uses) {
+  if (index < 0 || index >= options_.num_plans) {
+    throw std::invalid_argument(
+        "index must be below num_plans=" + Text(options_.num_plans) + ", got " +
+        Text(index));
+  }
+  if (uses < 0) {
+    throw std::invalid_argument("uses must be 0 or more, got " + Text(uses));
+  }
+  if (tables.rows > options_.max_rows) {
+    throw std::invalid_argument(
+        "context_lens has " + Text(tables.rows) +
+        " rows; the lane has max_rows=" + Text(options_.max_rows));
+  }
+  auto plan =
+      std::make_shared<const Plan>(shape(), options_.num_q_heads, context_lens,
+                                   tables, window, chunks, chunk_tables);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) throw std::logic_error("the lane is closed");
+  Entry& entry = plans_[index];
+  if (entry.uses > 0) {
+    throw std::logic_error("plan " + Text(index) + " still has " +
+                           Text(entry.uses) +
+                           " joins or stores outstanding; wait for them, take "
+                           "another index, or drain()");
+  }
+  entry.plan = std::move(plan);
+  entry.uses = uses;
+  if (uses > 0) pool_->Arm(1);
+}
+
+bool HostLane::PlanInUse(int index) const {
+  if (index < 0 || index >= options_.num_plans) {
+    throw std::invalid_argument(
+        "index must be below num_plans=" + Text(options_.num_plans) + ", got " +
+        Text(index));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  return plans_[index].uses > 0;
+}
+
+void HostLane::ReleaseUse(int plan) {
+  // A warm-up may name any plan, or none.
+  if (plan < 0 || plan >= options_.num_plans) return;
+  Entry& entry = plans_[plan];
+  if (entry.uses > 0 && --entry.uses == 0) pool_->Arm(-1);
+}
+
+Error HostLane::FindPlan(Hdr hdr, std::shared_ptr<const Plan>* plan) const {
+  if (hdr.layer < 0 || hdr.layer >= shape().num_layers) {
+    return "hdr[1] is layer " + Text(hdr.layer) + "; the arena has " +
+           Text(shape().num_layers);
+  }
+  if (hdr.plan < 0 || hdr.plan >= options_.num_plans) {
+    return "hdr[0] is plan " + Text(hdr.plan) + "; the lane has " +
+           Text(options_.num_plans);
+  }
+  *plan = plans_[hdr.plan].plan;
+  if (*plan == nullptr) return "hdr[0]: plan " + Text(hdr.plan) + " is not set";
+  return {};
+}
+
+Error HostLane::Start(int64_t channel, const void* rows, Dtype dtype,
+                      int64_t num_rows, Hdr hdr, int32_t* ticket) {
+  if (channel < 0 || channel >= options_.num_channels) {
+    return "channel is " + Text(channel) + "; the lane has " +
+           Text(options_.num_channels);
+  }
+  if (num_rows > options_.max_rows) {
+    return "rows has " + Text(num_rows) +
+           " rows; the lane takes max_rows=" + Text(options_.max_rows);
+  }
+  if (hdr.n < 0 || hdr.n > num_rows) {
+    return "hdr[2] is n=" + Text(hdr.n) + "; rows has " + Text(num_rows);
+  }
+  Slot* slot;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return "lane " + Text(id_) + " is closed";
+    Channel& c = channels_[channel];
+    std::shared_ptr<const Plan> plan;
+    if (hdr.n > 0) {
+      Error error = FindPlan(hdr, &plan);
+      if (!error.empty()) return error;
+      if (hdr.n > plan->num_rows()) {
+        return "hdr[2] is n=" + Text(hdr.n) + "; plan " + Text(hdr.plan) +
+               " has " + Text(plan->num_rows()) + " rows";
+      }
+    }
+    slot = &c.slots[c.starts % 2];
+    if (slot->busy) {
+      return "channel " + Text(channel) +
+             " has two jobs started and not joined; join one first";
+    }
+    slot->busy = true;
+    slot->ticket = static_cast<int32_t>(c.starts++ & 0x7fffffff);
+    slot->hdr = hdr;
+    slot->num_rows = num_rows;
+    slot->dtype = dtype;
+    slot->plan = std::move(plan);
+    slot->done.Reset();
+    ++counters_.starts;
+    ++starting_;
+    *ticket = slot->ticket;
+  }
+  // `done` keeps join away from the slot, `busy` the next start.
+  std::memcpy(slot->in.get(), rows,
+              hdr.n * row_elements() * ElementSize(dtype));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --starting_;
+    queue_.push_back(slot);
+  }
+  work_.Post();
+  return {};
+}
+
+Error HostLane::Join(int64_t channel, int32_t ticket, void* out, Dtype dtype,
+                     int64_t num_rows) {
+  if (channel < 0 || channel >= options_.num_channels) {
+    return "channel is " + Text(channel) + "; the lane has " +
+           Text(options_.num_channels);
+  }
+  Slot* slot;
+  uint32_t generation;
+  Hdr hdr;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Channel& c = channels_[channel];
+    slot = &c.slots[c.joins % 2];
+    if (!slot->busy) {
+      return "channel " + Text(channel) + " has no job started";
+    }
+    if (slot->ticket != ticket) {
+      return "ticket is " + Text(ticket) + "; the oldest job of channel " +
+             Text(channel) + " has " + Text(slot->ticket) +
+             ": joins must follow the order of starts";
+    }
+    if (slot->dtype != dtype) {
+      return std::string("out is ") + DtypeName(dtype) + "; rows were " +
+             DtypeName(slot->dtype);
+    }
+    if (slot->num_rows != num_rows) {
+      return "out has " + Text(num_rows) + " rows; start had " +
+             Text(slot->num_rows);
+    }
+    generation = generation_;
+    hdr = slot->hdr;
+  }
+  slot->done.Wait(pool_->SpinNs());
+  const int64_t row_bytes =
+      int64_t{options_.num_q_heads} * shape().head_dim * ElementSize(dtype);
+  const int64_t filled = hdr.n * row_bytes;
+  std::memcpy(out, slot->out.get(), filled);
+  std::memset(static_cast<char*>(out) + filled, 0,
+              num_rows * row_bytes - filled);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (generation != generation_) {
+    return "channel " + Text(channel) + " was drained while join waited";
+  }
+  slot->busy = false;
+  slot->plan.reset();
+  ++channels_[channel].joins;
+  ++counters_.joins;
+  ReleaseUse(hdr.plan);
+  return {};
+}
+
+Error HostLane::StoreRows(const void* rows, Dtype dtype, int64_t num_rows,
+                          Hdr hdr) {
+  std::shared_ptr<const Plan> plan;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return "lane " + Text(id_) + " is closed";
+    if (hdr.n < 0) return "hdr[2] is " + Text(hdr.n) + " chunks";
+    if (hdr.n > 0) {
+      Error error = FindPlan(hdr, &plan);
+      if (!error.empty()) return error;
+      if (hdr.n > plan->num_chunks()) {
+        return "hdr[2] is " + Text(hdr.n) + " chunks; plan " + Text(hdr.plan) +
+               " has " + Text(plan->num_chunks());
+      }
+    }
+  }
+  for (int i = 0; i < hdr.n; ++i) {
+    const Chunk& chunk = plan->chunk(i);
+    if (int64_t{chunk.row_offset} + chunk.num_tokens > num_rows) {
+      return "rows has " + Text(num_rows) + " rows; chunk " + Text(i) +
+             " of plan " + Text(hdr.plan) + " needs rows " +
+             Text(chunk.row_offset) + " to " +
+             Text(int64_t{chunk.row_offset} + chunk.num_tokens - 1);
+    }
+  }
+  if (hdr.n > 0) {
+    Store(*cache_, *pool_, params_, *plan, hdr.layer, hdr.n, rows, dtype);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counters_.stores;
+  ReleaseUse(hdr.plan);
+  return {};
+}
+
+Error HostLane::FetchTokens(Hdr hdr, void* k, void* v, Dtype dtype,
+                            int64_t num_slots) {
+  std::shared_ptr<const Plan> plan;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return "lane " + Text(id_) + " is closed";
+    if (hdr.n < 0) return "hdr[2] is " + Text(hdr.n) + " chunks";
+    ++counters_.fetches;
+    if (hdr.n == 0) return {};
+    Error error = FindPlan(hdr, &plan);
+    if (!error.empty()) return error;
+    if (hdr.n > plan->num_chunks()) {
+      return "hdr[2] is " + Text(hdr.n) + " chunks; plan " + Text(hdr.plan) +
+             " has " + Text(plan->num_chunks());
+    }
+  }
+  for (int i = 0; i < hdr.n; ++i) {
+    const Chunk& chunk = plan->chunk(i);
+    if (int64_t{chunk.scratch_slot} + chunk.start > num_slots) {
+      return "k_scratch has " + Text(num_slots) + " slots; chunk " + Text(i) +
+             " of plan " + Text(hdr.plan) + " needs " + Text(chunk.start) +
+             " from " + Text(chunk.scratch_slot);
+    }
+  }
+  Fetch(*cache_, *pool_, *plan, hdr.layer, hdr.n, k, v, dtype);
+  return {};
+}
+
+void HostLane::CountTieCopy() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counters_.tie_copies;
+}
+
+void HostLane::Dispatch() {
+  if (!pool_->cpus().empty()) BindThisThread(pool_->cpus()[0]);
+  for (;;) {
+    work_.Wait(pool_->SpinNs());
+    work_.Reset();
+    for (;;) {
+      Slot* slot;
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        running_ = nullptr;
+        if (queue_.empty()) {
+          idle_.notify_all();
+          if (closed_) return;
+          break;
+        }
+        slot = running_ = queue_.front();
+        queue_.pop_front();
+      }
+      RunJob(*slot);
+      slot->done.Post();
+    }
+  }
+}
+
+void HostLane::RunJob(Slot& slot) {
+  int64_t delay_ns;
+  Error failure;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    delay_ns = delay_ns_;
+    if (slot.hdr.n > 0) failure.swap(fail_next_);
+  }
+  if (slot.hdr.n == 0) return;
+  const int64_t start_ns = NowNs();
+  if (delay_ns > 0) {
+    timespec left{delay_ns / 1000000000, delay_ns % 1000000000};
+    while (nanosleep(&left, &left) != 0) {
+    }
+  }
+  try {
+    if (!failure.empty()) throw std::runtime_error(failure);
+    Attend(*cache_, *pool_, kernels_, params_, *slot.plan,
+           {slot.in.get(), slot.dtype, slot.hdr.layer, slot.hdr.n,
+            /*append=*/true, slot.out.get(), /*lse=*/nullptr});
+  } catch (const std::exception& e) {
+    // Rows of a failed job are zero; whoever waits must get something.
+    std::memset(slot.out.get(), 0,
+                int64_t{slot.hdr.n} * options_.num_q_heads * shape().head_dim *
+                    ElementSize(slot.dtype));
+    failure = std::string(e.what()) + " (channel " + Text(slot.channel) +
+              ", plan " + Text(slot.hdr.plan) + ", layer " +
+              Text(slot.hdr.layer) + ")";
+  }
+  const int64_t end_ns = NowNs();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!failure.empty() && error_.empty()) error_ = failure;
+  ++counters_.jobs;
+  counters_.rows += slot.hdr.n;
+  for (int row = 0; row < slot.hdr.n; ++row) {
+    counters_.tokens += slot.plan->context_len(row);
+  }
+  counters_.busy_ns += end_ns - start_ns;
+  if (record_) {
+    if (intervals_.size() < kMaxIntervals) {
+      intervals_.push_back(
+          {slot.channel, slot.hdr.plan, slot.hdr.layer, start_ns, end_ns});
+    } else {
+      ++counters_.intervals_dropped;
+    }
+  }
+}
+
+std::vector<int> HostLane::Drain(double timeout_seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  auto idle = [&] {
+    return starting_ == 0 && queue_.empty() && running_ == nullptr;
+  };
+  if (!idle_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
+                      idle)) {
+    std::vector<int> stuck;
+    if (running_ != nullptr) stuck.push_back(running_->channel);
+    for (Slot* slot : queue_) stuck.push_back(slot->channel);
+    std::sort(stuck.begin(), stuck.end());
+    stuck.erase(std::unique(stuck.begin(), stuck.end()), stuck.end());
+    return stuck;
+  }
+  ++generation_;
+  for (Channel& channel : channels_) {
+    channel.starts = channel.joins = 0;
+    for (Slot& slot : channel.slots) {
+      slot.busy = false;
+      slot.plan.reset();
+    }
+  }
+  for (Entry& entry : plans_) {
+    if (entry.uses > 0) pool_->Arm(-1);
+    entry.uses = 0;
+  }
+  return {};
+}
+
+Error HostLane::error() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return error_;
+}
+
+void HostLane::ClearError() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  error_.clear();
+}
+
+void HostLane::SetDelay(int64_t ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  delay_ns_ = ns;
+}
+
+void HostLane::FailNextJob(std::string text) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  fail_next_ = std::move(text);
+}
+
+void HostLane::Record(bool on) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (on) intervals_.clear();
+  record_ = on;
+}
+
+std::vector<std::array<int64_t, 5>> HostLane::Intervals() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return intervals_;
+}
+
+LaneCounters HostLane::counters() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return counters_;
+}
+
+}  // namespace neojax

@@ -1,0 +1,172 @@
+// The host lane: channels of started and joined attention jobs, served in
+// launch order by one dispatcher thread.
+//
+// Knows nothing of XLA: the handlers bring pointers. A slot is the lane's own
+// memory, so that no thread here ever touches a buffer of the caller's after
+// the call that named it.
+#ifndef NEOJAX_CPU_PAGED_ATTN_LANE_H_
+#define NEOJAX_CPU_PAGED_ATTN_LANE_H_
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ffi/cpu_paged_attn/arena.h"
+#include "ffi/cpu_paged_attn/attention.h"
+#include "ffi/cpu_paged_attn/isa.h"
+#include "ffi/cpu_paged_attn/plan.h"
+#include "ffi/cpu_paged_attn/signal.h"
+
+namespace neojax {
+
+// Empty for success, otherwise a sentence that names the argument.
+using Error = std::string;
+
+struct Hdr {
+  int32_t plan, layer, n;
+};
+
+struct LaneOptions {
+  int num_q_heads;
+  int num_channels;
+  int max_rows;  // most sequences in one start
+  float scale;
+  float softcap = 0.0f;
+  int num_plans = 8;
+  std::string isa;  // empty: NEOJAX_CPU_ISA or the fastest
+};
+
+struct LaneCounters {
+  int64_t starts = 0, joins = 0, stores = 0, fetches = 0;
+  int64_t jobs = 0;        // with rows
+  int64_t rows = 0;        // sequences attended
+  int64_t tokens = 0;      // context tokens of those
+  int64_t busy_ns = 0;     // dispatcher's time in jobs
+  int64_t tie_copies = 0;  // ties that XLA did not pass in place
+  int64_t intervals_dropped = 0;
+};
+
+class HostLane {
+ public:
+  // Registers under the lowest free id. Throws std::invalid_argument.
+  static std::shared_ptr<HostLane> Create(std::shared_ptr<HostKVCache> cache,
+                                          std::shared_ptr<WorkerPool> pool,
+                                          LaneOptions options);
+  // The open lane with this id, or null.
+  static std::shared_ptr<HostLane> Find(int64_t id);
+  ~HostLane();
+
+  int id() const { return id_; }
+  const CacheShape& shape() const { return cache_->shape(); }
+  const LaneOptions& options() const { return options_; }
+  const KernelTable& kernels() const { return kernels_; }
+  // Elements of one row, (N + 2K) * H.
+  int64_t row_elements() const {
+    return int64_t{options_.num_q_heads + 2 * shape().num_kv_heads} *
+           shape().head_dim;
+  }
+
+  // Replaces an entry of the ring. `uses`: how many joins and stores will
+  // name it. Throws std::invalid_argument for bad tables and std::logic_error
+  // while earlier uses are outstanding.
+  void SetPlan(int index, const int32_t* context_lens, Table tables, int window,
+               const int32_t* chunks, Table chunk_tables, int uses);
+  bool PlanInUse(int index) const;
+
+  // Copies the first hdr.n of [num_rows, row_elements] rows to the channel's
+  // next slot and queues the job. Does not wait.
+  Error Start(int64_t channel, const void* rows, Dtype dtype, int64_t num_rows,
+              Hdr hdr, int32_t* ticket);
+  // Waits for the channel's oldest job and copies its result to
+  // out [num_rows, N * H]; rows from hdr.n on are zero.
+  Error Join(int64_t channel, int32_t ticket, void* out, Dtype dtype,
+             int64_t num_rows);
+  // Both return when done.
+  Error StoreRows(const void* rows, Dtype dtype, int64_t num_rows, Hdr hdr);
+  Error FetchTokens(Hdr hdr, void* k, void* v, Dtype dtype, int64_t num_slots);
+
+  void CountTieCopy();
+
+  // Waits for all queued jobs, then forgets every start not joined and every
+  // outstanding plan use. Otherwise the channels that did not advance.
+  std::vector<int> Drain(double timeout_seconds);
+  // Runs what is queued, stops the dispatcher and frees the id.
+  void Close();
+
+  // First failure of a job since ClearError; the job's rows were zero.
+  Error error() const;
+  void ClearError();
+
+  // Test hooks: every job first sleeps; the next job fails with this text.
+  void SetDelay(int64_t ns);
+  void FailNextJob(std::string text);
+
+  // Record (channel, plan, layer, start_ns, end_ns) of each job with rows.
+  void Record(bool on);
+  std::vector<std::array<int64_t, 5>> Intervals() const;
+  LaneCounters counters() const;
+
+ private:
+  struct Slot {
+    int channel = 0;
+    bool busy = false;  // started and not joined
+    int32_t ticket = 0;
+    Hdr hdr{};
+    int64_t num_rows = 0;
+    Dtype dtype = Dtype::kFloat32;
+    std::shared_ptr<const Plan> plan;
+    Signal done;
+    std::unique_ptr<char[]> in, out;
+  };
+  struct Channel {
+    std::array<Slot, 2> slots;
+    uint32_t starts = 0, joins = 0;
+  };
+  struct Entry {
+    std::shared_ptr<const Plan> plan;
+    int uses = 0;
+  };
+
+  HostLane(std::shared_ptr<HostKVCache> cache, std::shared_ptr<WorkerPool> pool,
+           LaneOptions options);
+  void Dispatch();
+  void RunJob(Slot& slot);
+  // The plan that a checked hdr names, or an error.
+  Error FindPlan(Hdr hdr, std::shared_ptr<const Plan>* plan) const;
+  void ReleaseUse(int plan);
+
+  const std::shared_ptr<HostKVCache> cache_;
+  const std::shared_ptr<WorkerPool> pool_;
+  const LaneOptions options_;
+  const AttentionParams params_;
+  const KernelTable& kernels_;
+  int id_ = -1;
+
+  mutable std::mutex mutex_;  // all below, except slot contents
+  std::vector<Channel> channels_;
+  std::vector<Entry> plans_;
+  std::deque<Slot*> queue_;
+  int starting_ = 0;  // starts that copy their rows
+  Slot* running_ = nullptr;
+  std::condition_variable idle_;  // queue empty and nothing running
+  uint32_t generation_ = 0;       // counts drains
+  bool closed_ = false;
+  Error error_, fail_next_;
+  int64_t delay_ns_ = 0;
+  bool record_ = false;
+  std::vector<std::array<int64_t, 5>> intervals_;
+  LaneCounters counters_;
+
+  Signal work_;
+  std::thread dispatcher_;
+};
+
+}  // namespace neojax
+
+#endif  // NEOJAX_CPU_PAGED_ATTN_LANE_H_

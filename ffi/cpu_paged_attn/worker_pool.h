@@ -1,0 +1,79 @@
+// Threads that run one job at a time, the caller included.
+#ifndef NEOJAX_CPU_PAGED_ATTN_WORKER_POOL_H_
+#define NEOJAX_CPU_PAGED_ATTN_WORKER_POOL_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "ffi/cpu_paged_attn/signal.h"
+
+namespace neojax {
+
+// `num_threads` counts the thread that calls Run, which works too: a pool of
+// one starts no thread. Threads sleep on a futex between jobs; on machines
+// with at least four usable cores they spin first while the pool is armed,
+// because host jobs come some hundred microseconds apart.
+class WorkerPool {
+ public:
+  // num_threads <= 0: DefaultNumThreads(UsableCores()). `cpus`, if not empty,
+  // names the core of each thread; the first is the caller's and is not used
+  // here. Throws std::invalid_argument for a core outside the affinity mask.
+  explicit WorkerPool(int num_threads = 0, std::vector<int> cpus = {});
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  int num_threads() const { return num_threads_; }
+  const std::vector<int>& cpus() const { return cpus_; }
+
+  // Calls fn(worker) on min(max_workers, num_threads) threads at once, the
+  // caller being worker 0, and returns when all are back. One job at a time:
+  // other callers wait. `fn` must not throw. A closed pool runs everything on
+  // the caller.
+  void Run(int max_workers, const std::function<void(int)>& fn);
+
+  // Armed while the sum of deltas is positive.
+  void Arm(int delta) { armed_.fetch_add(delta, std::memory_order_relaxed); }
+
+  // How long a thread that waits for work should spin before it sleeps.
+  int64_t SpinNs() const {
+    return may_spin_ && armed_.load(std::memory_order_relaxed) > 0 ? kSpinNs
+                                                                   : 0;
+  }
+
+  // Ends the threads after the job in progress. May be called twice.
+  void Close();
+
+ private:
+  // Bounded, so that an engine that hangs does not burn its cores.
+  static constexpr int64_t kSpinNs = 2000000;
+
+  struct alignas(64) Helper {
+    Signal go;
+    std::thread thread;
+  };
+
+  void Work(int worker, Helper* self);
+
+  const int num_threads_;
+  const std::vector<int> cpus_;
+  const bool may_spin_;
+  std::atomic<int> armed_{0};
+  std::mutex run_mutex_;  // held by the job in progress
+  std::vector<std::unique_ptr<Helper>> helpers_;
+  const std::function<void(int)>* job_ = nullptr;  // null: exit
+  alignas(64) std::atomic<int> pending_{0};
+  Signal finished_;
+};
+
+// Binds the calling thread to one core; false if that core is not allowed.
+bool BindThisThread(int cpu);
+
+}  // namespace neojax
+
+#endif  // NEOJAX_CPU_PAGED_ATTN_WORKER_POOL_H_

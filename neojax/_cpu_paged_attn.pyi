@@ -1,0 +1,191 @@
+"""The native library: host KV arena, worker pool, host lane. See ffi/cpu_paged_attn.
+
+Integer arrays are int32 and C-contiguous; floats are float32 or bfloat16. Shape letters are
+design.md's. Every bad argument is a ValueError that names it.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+class WorkerPool:
+    """Threads that run one job at a time, the calling thread included.
+
+    `num_threads` None: usable cores (affinity and cgroup quota) less two, or less one below four.
+    `cpus` pins each thread to a core; the first is the lane's dispatcher's.
+    """
+
+    def __init__(self, num_threads: int | None = None, *, cpus: Sequence[int] = ...) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    def close(self) -> None:
+        """Ends the threads after the job in progress; later jobs run on their caller."""
+
+class HostKVCache:
+    """KV of all layers in host memory, by blocks of `block_size` (a multiple of 16) tokens."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        pool: WorkerPool,
+    ) -> None:
+        """Maps and touches the memory. MemoryError if the mapping is refused."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def touch_s(self) -> float:
+        """Seconds that touching every page took."""
+
+    def write(self, layer: int, table: NDArray, start: int, k: NDArray, v: NDArray) -> None:
+        """Puts k, v [n, K, H] at positions start.. of the sequence with block table [W]."""
+
+    def read(self, layer: int, table: NDArray, start: int, n: int) -> tuple[NDArray, NDArray]:
+        """k, v [n, K, H] of positions start.., in the cache's dtype."""
+
+    def fill(self, value: float) -> None:
+        """Sets every element; for tests that poison unused slots."""
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str
+    ) -> int:
+        """Bytes of one block over all layers, K and V."""
+
+class HostLane:
+    """Channels of started and joined attention jobs, served in launch order by one thread.
+
+    `max_rows`: most sequences in one start. `num_plans`: entries of the plan ring. `softcap` c:
+    logits become c * tanh(logit / c); 0 leaves them. `isa`: kernels to use, "" for the fastest.
+    """
+
+    def __init__(
+        self,
+        cache: HostKVCache,
+        pool: WorkerPool,
+        num_q_heads: int,
+        num_channels: int,
+        max_rows: int,
+        scale: float,
+        num_plans: int = 8,
+        *,
+        softcap: float = 0.0,
+        isa: str = "",
+    ) -> None: ...
+    @property
+    def id(self) -> int:
+        """The lowest id that no open lane had; an attribute of the FFI calls."""
+
+    @property
+    def isa(self) -> str: ...
+    def set_plan(
+        self,
+        index: int,
+        context_lens: NDArray,
+        tables: NDArray,
+        chunks: NDArray | None = None,
+        chunk_tables: NDArray | None = None,
+        *,
+        uses: int,
+        window: int = 0,
+    ) -> None:
+        """Replaces entry `index` of the plan ring.
+
+        Args:
+          context_lens: int32 [B], tokens of each sequence, the new one included.
+          tables: int32 [B, W], block ids; entries beyond a sequence's tokens are not read.
+          chunks: int32 [C, 4], prefill chunks (row_offset, num_tokens, start, scratch_slot).
+          chunk_tables: int32 [C, W], block tables of their sequences.
+          uses: number of joins and stores whose hdr will name this entry, n = 0 included.
+          window: attend to the last `window` tokens only; 0 for all.
+
+        Raises:
+          RuntimeError: earlier uses of the entry are outstanding, or the lane is closed.
+        """
+
+    def plan_in_use(self, index: int) -> bool: ...
+    def drain(self, timeout_s: float) -> None:
+        """Waits for all queued jobs, then forgets starts not joined and outstanding plan uses.
+
+        Call it when no program that uses the lane runs. TimeoutError names the channels.
+        """
+
+    def error(self) -> str | None:
+        """The first failure of a job since `clear_error`; that job's output was zero."""
+
+    def clear_error(self) -> None: ...
+    def set_delay_us(self, microseconds: int) -> None:
+        """Test hook: every job with rows first sleeps this long."""
+
+    def fail_next_job(self, message: str) -> None:
+        """Test hook: the next job with rows fails."""
+
+    def record(self, on: bool) -> None:
+        """Starts (forgetting the old) or stops recording job intervals."""
+
+    def intervals(self) -> NDArray[np.int64]:
+        """[J, 5]: channel, plan, layer, start_ns, end_ns on time.monotonic_ns's clock."""
+
+    def counters(self) -> dict[str, int]:
+        """Totals: starts, joins, stores, fetches, jobs, rows, tokens, busy_ns, tie_copies, ..."""
+
+    def close(self) -> None:
+        """Runs what is queued, ends the thread and frees the id. May be called twice."""
+
+def attend(
+    cache: HostKVCache,
+    pool: WorkerPool,
+    rows: NDArray,
+    context_lens: NDArray,
+    tables: NDArray,
+    layer: int,
+    *,
+    num_q_heads: int,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    append: bool = False,
+    isa: str = "",
+) -> tuple[NDArray, NDArray[np.float32]]:
+    """Decode attention of rows [B, (N+2K)*H] (q|k|v), outside any lane.
+
+    Returns:
+      out [B, N*H] in the dtype of rows, and the natural log-sum-exp of the logits [B, N].
+    """
+
+def isa(name: str = "") -> str:
+    """Kernels that `name`, else NEOJAX_CPU_ISA, else the machine selects."""
+
+def available_isas() -> list[str]:
+    """Kernels that run on this machine, slowest first."""
+
+def usable_cores() -> int:
+    """Cores of the affinity mask, capped by the cgroup's CPU quota."""
+
+def default_num_threads() -> int: ...
+def ffi_api_version() -> tuple[int, int]:
+    """XLA FFI API version this library was built with."""
+
+def registrations() -> dict[
+    Literal["neojax.start.v1", "neojax.join.v1", "neojax.store.v1", "neojax.fetch.v1"], object
+]:
+    """FFI targets of platform cpu."""

@@ -1,0 +1,192 @@
+"""Host attention inside jitted programs: `start` a job in one program, `join` it in a later one.
+
+Decides how the native library's FFI targets are called; knows neither scheduling nor models.
+A `tie` is the activation of the *other* sub-batch: it passes through a call in place and so keeps
+the call alive and ordered. Never has_side_effect, which would cost the fast dispatch path.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from neojax import _cpu_paged_attn as native
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+    from jaxtyping import Array, Float, Int32, Shaped
+
+
+def start(
+    rows: Float[Array, "B C"],
+    hdr: Int32[Array, "3"],
+    tie: Shaped[Array, "..."],
+    *,
+    lane: int,
+    channel: int,
+) -> tuple[Int32[Array, "1"], Shaped[Array, "..."]]:
+    """Queues host attention of the first hdr[2] rows and returns at once.
+
+    Args:
+      rows: [B, (N+2K)*H], q|k|v of each sequence after rope; float32 or bfloat16.
+      hdr: (plan, layer, n); n = 0 is no work, but still a turn of the channel's slots.
+      lane: `HostLane.id`.
+      channel: below the lane's num_channels; at most two of its starts may await their join.
+
+    Returns:
+      The ticket for `join`, and the tie.
+    """
+    return jax.ffi.ffi_call(
+        "neojax.start.v1",
+        (jax.ShapeDtypeStruct((1,), jnp.int32), _like(tie)),
+        input_output_aliases={2: 1},
+    )(rows, hdr, tie, lane=np.int64(lane), channel=np.int64(channel))
+
+
+def join(
+    ticket: Int32[Array, "1"],
+    tie: Shaped[Array, "..."],
+    *,
+    lane: int,
+    channel: int,
+    num_rows: int,
+    num_q_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B NH"], Shaped[Array, "..."]]:
+    """Waits for the channel's oldest job.
+
+    Args:
+      ticket: what `start` returned.
+      num_rows: B of the rows given to `start`.
+      dtype: that of the rows.
+
+    Returns:
+      out [B, N*H], zero in rows from hdr[2] on, and the tie.
+    """
+    out = jax.ShapeDtypeStruct((num_rows, num_q_heads * head_dim), dtype)
+    return jax.ffi.ffi_call("neojax.join.v1", (out, _like(tie)), input_output_aliases={1: 1})(
+        ticket, tie, lane=np.int64(lane), channel=np.int64(channel)
+    )
+
+
+def store(
+    rows: Float[Array, "T C"],
+    hdr: Int32[Array, "3"],
+    tie: Shaped[Array, "..."],
+    *,
+    lane: int,
+) -> tuple[Int32[Array, "1"], Shaped[Array, "..."]]:
+    """Writes k, v of prefilled tokens to the arena.
+
+    Args:
+      rows: [T, (N+2K)*H]; chunk c of the plan owns num_tokens rows from row_offset on.
+      hdr: (plan, layer, number of the plan's chunks that take part).
+
+    Returns:
+      A token that must be consumed, int32[1], and the tie.
+    """
+    return jax.ffi.ffi_call(
+        "neojax.store.v1",
+        (jax.ShapeDtypeStruct((1,), jnp.int32), _like(tie)),
+        input_output_aliases={2: 1},
+    )(rows, hdr, tie, lane=np.int64(lane))
+
+
+def fetch(
+    hdr: Int32[Array, "3"],
+    k_scratch: Float[Array, "S K H"],
+    v_scratch: Float[Array, "S K H"],
+    *,
+    lane: int,
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
+    """Copies the earlier tokens of chunked prefills from the arena into scratch, in place.
+
+    Args:
+      hdr: (plan, layer, number of the plan's chunks that take part); tokens [0, start) of each
+        go to scratch slots from its scratch_slot on.
+
+    Returns:
+      The scratch arrays; slots that no chunk names are as they were.
+    """
+    return jax.ffi.ffi_call(
+        "neojax.fetch.v1", (_like(k_scratch), _like(v_scratch)), input_output_aliases={1: 0, 2: 1}
+    )(hdr, k_scratch, v_scratch, lane=np.int64(lane))
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+@functools.cache
+def ensure_registered() -> None:
+    """Registers the FFI targets and makes one tiny call, compared with numpy. Once a process.
+
+    Raises:
+      RuntimeError: this jaxlib refuses the library or the call gives wrong numbers; the text
+        says what to do.
+    """
+    try:
+        for name, target in native.registrations().items():
+            jax.ffi.register_ffi_target(name, target, platform="cpu")
+        error = _self_test()
+    except jax.errors.JaxRuntimeError as e:
+        raise RuntimeError(_refusal(str(e))) from e
+    if error > 1e-5:
+        raise RuntimeError(
+            f"the host attention's self-test is off by {error:.1e} with the {native.isa()} "
+            "kernels; try NEOJAX_CPU_ISA=scalar and report this machine's CPU"
+        )
+
+
+def _self_test() -> float:
+    """Largest error of one sequence of two tokens, the second brought by the call."""
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 2, 1, 8), np.float32)  # [n, K, H] each
+    q = rng.standard_normal((2, 8), np.float32)
+    pool = native.WorkerPool(1)
+    cache = native.HostKVCache(1, 1, 1, 8, 16, "float32", pool)
+    lane = native.HostLane(cache, pool, 2, 1, 1, 1.0)
+    try:
+        table = np.zeros((1, 1), np.int32)
+        cache.write(0, table[0], 0, k[:1], v[:1])
+        lane.set_plan(0, np.array([2], np.int32), table, uses=1)
+        rows = np.concatenate([q.ravel(), k[1].ravel(), v[1].ravel()])[None]
+
+        def program(rows: jax.Array, hdr: jax.Array, tie: jax.Array) -> jax.Array:
+            ticket, tie = start(rows, hdr, tie, lane=lane.id, channel=0)
+            out, tie = join(
+                ticket, tie, lane=lane.id, channel=0,
+                num_rows=1, num_q_heads=2, head_dim=8, dtype=jnp.float32,
+            )  # fmt: skip
+            return out + tie
+
+        with jax.default_device(jax.devices("cpu")[0]):
+            out = jax.jit(program)(rows, np.array([0, 0, 1], np.int32), np.zeros((), np.float32))
+            out = np.asarray(out).reshape(2, 8)
+    finally:
+        lane.close()
+        pool.close()
+    logits = q @ k[:, 0].T  # [N, S]
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    expected = weights / weights.sum(axis=1, keepdims=True) @ v[:, 0]
+    return float(np.abs(out - expected).max())
+
+
+def _refusal(reason: str) -> str:
+    built = ".".join(map(str, native.ffi_api_version()))
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    minor = re.search(r"XLA_FFI_API_MINOR\s+(\d+)", header.read_text()) if header.exists() else None
+    runtime = f"0.{minor[1]}" if minor else "unknown"
+    return (
+        f"this jaxlib ({jax.lib.__version__}) refuses the native library: it was built for XLA FFI "
+        f"API {built}, jaxlib has {runtime}. A library runs on the same or a newer API: install "
+        f"jax >= 0.10.2, or rebuild with `pip install --force-reinstall --no-deps .`. XLA says: "
+        f"{reason}"
+    )
