@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from neojax.kv.host_pool import HostPlan
 from neojax.ops import attention
 from neojax.ops.attention import TILE, Decodes, Tiles
 from neojax.runner.shapes import MAX_CHUNKS, Shape
@@ -49,15 +50,6 @@ class StepMeta(NamedTuple):
     num_host_rows: Int[Array, ""]
     num_host_chunks: Int[Array, ""]
     sampling: Sampling
-
-
-class HostPlan(NamedTuple):
-    """What the host lane must know of a sub-batch: goes to the C++ library, not to the device."""
-
-    context_lens: np.ndarray  # i32[B]
-    tables: np.ndarray  # i32[B, W]
-    chunks: np.ndarray  # i32[C, 4]: row_offset, num_tokens, start, scratch_slot
-    chunk_tables: np.ndarray  # i32[C, W]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

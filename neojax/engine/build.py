@@ -1,0 +1,191 @@
+"""From settings to an engine: loads the model, sizes the pools, compiles, says what fits where."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from neojax.config import EngineConfig, cache_dir
+from neojax.engine.core import EngineCore, check_policy
+from neojax.kv.geometry import CPU_DEVICE_POOL_BYTES, GIB, KVGeometry, available_host_bytes
+from neojax.models.checkpoint import load_model
+from neojax.models.config import ModelConfig
+from neojax.runner.runner import Runner, RunnerConfig
+from neojax.runner.shapes import MAX_CHUNKS
+from neojax.scheduler.policy import load_policy
+from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
+from neojax.text.eos import eos_token_ids
+
+log = logging.getLogger(__name__)
+
+MAX_LAYERS_PER_PROGRAM = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """Blocks of both pools and the context they allow."""
+
+    num_device_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+
+
+def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = True) -> EngineCore:
+    """An engine with everything compiled. Raises ValueError where the settings cannot be met."""
+    started = time.perf_counter()
+    enable_compilation_cache()
+    policy = load_policy(config.offload_policy)
+    model_config = ModelConfig.from_checkpoint(checkpoint)
+    dtype = resolve_dtype(config.dtype)
+    geometry = KVGeometry(
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        config.block_size,
+        dtype,
+    )
+    model = load_model(
+        checkpoint,
+        model_config,
+        dtype=dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=progress,
+    )
+    sizes = resolve_sizes(config, geometry, model_config.max_position_embeddings)
+    runner = Runner(
+        model,
+        RunnerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
+            num_device_blocks=sizes.num_device_blocks,
+            num_host_blocks=sizes.num_host_blocks,
+            layers_per_program=config.layers_per_program
+            or _divisor(model_config.num_layers, MAX_LAYERS_PER_PROGRAM),
+            cpu_threads=config.cpu_threads,
+        ),
+        geometry,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        block_size=config.block_size,
+        num_device_blocks=sizes.num_device_blocks,
+        num_host_blocks=sizes.num_host_blocks,
+        max_num_chunks=MAX_CHUNKS,
+        scratch_tokens=runner.scratch_tokens,
+    )
+    scheduler = Scheduler(limits, policy)
+    check_policy(policy.placements, config.offload_policy, scheduler)
+    engine = EngineCore(
+        scheduler,
+        runner,
+        eos_ids=eos_token_ids(checkpoint),
+        vocab_size=model_config.vocab_size,
+        seed=config.seed,
+    )
+    engine.set_block_limit(config.num_gpu_blocks_limit)
+    if not config.enforce_eager:
+        runner.warm_up(progress=progress)
+    _log_sizes(geometry, sizes, runner, time.perf_counter() - started)
+    return engine
+
+
+def enable_compilation_cache() -> None:
+    """Keep compiled programs on disk, unless the user has chosen otherwise."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def resolve_dtype(name: str) -> np.dtype:
+    """The parameters' and the cache's type; auto is what the device computes fastest."""
+    if name == "auto":
+        device = jax.devices()[0]
+        if device.platform == "cpu":
+            name = "float32"
+        else:
+            name = "bfloat16" if float(device.compute_capability) >= 8.0 else "float16"
+    dtype = jnp.dtype(name)
+    if dtype == jnp.float16:
+        raise ValueError("dtype float16 has no host attention kernel yet; use bfloat16 or float32")
+    return dtype
+
+
+def resolve_sizes(config: EngineConfig, geometry: KVGeometry, model_max_len: int) -> Sizes:
+    """Blocks and context from memory and flags. Raises ValueError with the numbers that work."""
+    num_device = config.num_gpu_blocks_override or geometry.num_blocks(_device_pool_bytes(config))
+    num_host = geometry.num_blocks(_host_pool_bytes(config))
+    largest = max(num_device, num_host) * config.block_size
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model_max_len:
+        raise ValueError(
+            f"max_model_len {wanted} is more than the model's {model_max_len} positions"
+        )
+    if wanted is not None and wanted > largest:
+        need = wanted * geometry.token_bytes / GIB
+        raise ValueError(
+            f"max_model_len {wanted} needs {need:.2f} GiB of KV in one pool; the device pool has "
+            f"{num_device * geometry.block_bytes / GIB:.2f}, the host pool "
+            f"{num_host * geometry.block_bytes / GIB:.2f}. Try --cpu-kv-gib {need + 0.01:.2f} or "
+            f"--max-model-len {largest}"
+        )
+    max_model_len = wanted or min(model_max_len, largest)
+    if max_model_len < 2:
+        raise ValueError(
+            f"no room for KV cache: the device pool has {num_device} blocks, the host pool "
+            f"{num_host}; a block takes {geometry.block_bytes / GIB:.4f} GiB"
+        )
+    # More blocks than all sequences can fill would be memory for nothing.
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    if config.num_gpu_blocks_override is None:
+        num_device = min(num_device, most)
+    return Sizes(num_device, min(num_host, most), max_model_len)
+
+
+def _device_pool_bytes(config: EngineConfig) -> float:
+    stats = jax.devices()[0].memory_stats()
+    if stats is None:
+        return min(CPU_DEVICE_POOL_BYTES, available_host_bytes() / 4)
+    return config.gpu_memory_utilization * stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _host_pool_bytes(config: EngineConfig) -> float:
+    if config.offload_policy == "device-only":
+        return 0
+    wanted = config.cpu_kv_gib * GIB
+    available = available_host_bytes()
+    if wanted > available:
+        raise ValueError(
+            f"--cpu-kv-gib {config.cpu_kv_gib} is more than the {available / GIB:.1f} GiB of host "
+            f"memory available; try --cpu-kv-gib {0.8 * available / GIB:.1f}"
+        )
+    return wanted
+
+
+def _divisor(n: int, most: int) -> int:
+    return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+
+
+def _log_sizes(geometry: KVGeometry, sizes: Sizes, runner: Runner, seconds: float) -> None:
+    for side, blocks in (("Device", sizes.num_device_blocks), ("Host", sizes.num_host_blocks)):
+        tokens = blocks * geometry.block_size
+        log.info(
+            "%s KV cache size: %s tokens (%.2f GiB), maximum concurrency for %s tokens per "
+            "request: %.2fx",
+            side,
+            f"{tokens:,}",
+            blocks * geometry.block_bytes / GIB,
+            f"{sizes.max_model_len:,}",
+            tokens / sizes.max_model_len,
+        )
+    log.info("engine ready after %.1f s, %d programs", seconds, runner.num_programs)

@@ -1,0 +1,217 @@
+"""The step loop: schedule, enqueue, read the tokens of the step before.
+
+Two steps are in flight at most: while one runs, the next is scheduled, packed and launched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+from collections import deque
+from typing import NamedTuple
+
+import jax
+
+from neojax.engine.messages import RequestTokens, Stats
+from neojax.runner.runner import HostLaneError, Runner, StepHandle
+from neojax.sampling_params import SamplingParams
+from neojax.scheduler.plan import Mode, Plan
+from neojax.scheduler.policy import load_policy
+from neojax.scheduler.request import Placement, Request, RequestState
+from neojax.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS_IN_FLIGHT = 2
+STEPS_BETWEEN_FAILURES = 10
+"""A second failed step within so many ends the engine: what fails twice in a row stays broken."""
+
+
+class EngineDead(RuntimeError):
+    """The device cannot be used any more; the process should end with a non-zero code."""
+
+
+class StepResult(NamedTuple):
+    """What one call of `step` did."""
+
+    plan: Plan | None  # the step that was launched
+    completed: Plan | None  # the step whose tokens were read
+    outputs: list[RequestTokens]
+
+
+class EngineCore:
+    """Scheduler and runner, stepped by one thread."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, eos_ids: frozenset[int], vocab_size: int,
+        seed: int,
+    ) -> None:  # fmt: skip
+        self.scheduler = scheduler
+        self.runner = runner
+        self.eos_ids = eos_ids
+        self.vocab_size = vocab_size
+        self._arrivals = itertools.count()
+        self._seeds = random.Random(seed)
+        self._in_flight: deque[tuple[Plan, StepHandle]] = deque()
+        self._steps = dict.fromkeys(Mode, 0)
+        self._steps_since_failure = STEPS_BETWEEN_FAILURES
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._last_step_s = time.time()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output."""
+        return self.scheduler.limits.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_requests or bool(self._in_flight)
+
+    def add_request(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Queue a request. Raises ValueError when it cannot be served.
+
+        max_tokens is clamped to what the context leaves.
+        """
+        bad = next((i for i in prompt_ids if not 0 <= i < self.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"prompt token {bad} is outside the vocabulary of {self.vocab_size}")
+        room = max(1, self.max_model_len - len(prompt_ids))
+        stop_ids = frozenset(params.stop_token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            max_tokens=min(params.max_tokens or room, room),
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_ids,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            arrival=next(self._arrivals),
+        )
+        self.scheduler.add(request)
+        self._prompt_tokens += len(prompt_ids)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, if known. Its blocks are freed after the step in flight."""
+        self.scheduler.abort(request_id)
+
+    def step(self) -> StepResult:
+        """Launch the next step if one can run, and read the oldest in flight when due.
+
+        Raises EngineDead after a second failure in quick succession.
+        """
+        plan = None
+        try:
+            if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+                plan = self.scheduler.schedule()
+            if plan is not None:
+                self._steps[plan.mode] += 1
+                self._in_flight.append((plan, self.runner.enqueue(plan)))
+            if plan is not None and len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+                return StepResult(plan, None, [])
+            return StepResult(plan, *self._complete_oldest())
+        except (jax.errors.JaxRuntimeError, HostLaneError) as error:
+            return StepResult(plan, None, self._recover(error, plan))
+
+    def set_policy(self, name: str) -> None:
+        """Change the offload policy. Raises RuntimeError unless idle, ValueError for a bad name."""
+        self._require_idle("policy")
+        policy = load_policy(name)
+        check_policy(policy.placements, name, self.scheduler)
+        self.scheduler.policy = policy
+
+    def set_block_limit(self, limit: int | None) -> None:
+        """Change how many device blocks may be in use. Raises RuntimeError unless idle."""
+        self._require_idle("block limit")
+        self.scheduler.pools[Placement.DEVICE].set_limit(limit)
+
+    def stats(self) -> Stats:
+        """A snapshot for metrics and logs."""
+        pools, running = self.scheduler.pools, self.scheduler.running
+        on_host = sum(r.placement is Placement.HOST for r in running)
+        return Stats(
+            num_running_device=len(running) - on_host,
+            num_running_host=on_host,
+            num_waiting=len(self.scheduler.waiting),
+            device_kv_usage=pools[Placement.DEVICE].usage,
+            host_kv_usage=pools[Placement.HOST].usage,
+            num_preemptions=self.scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            steps_device_only=self._steps[Mode.DEVICE_ONLY],
+            steps_pipelined=self._steps[Mode.PIPELINED],
+            num_compiles_after_ready=self.runner.num_compiles,
+            requests_placed_device=self.scheduler.num_placed[Placement.DEVICE],
+            requests_placed_host=self.scheduler.num_placed[Placement.HOST],
+            last_step_unix_s=self._last_step_s,
+        )
+
+    def close(self) -> None:
+        """Wait for the steps in flight and stop the workers."""
+        self.runner.close()
+
+    def _complete_oldest(self) -> tuple[Plan | None, list[RequestTokens]]:
+        if not self._in_flight:
+            return None, []
+        plan, handle = self._in_flight[0]
+        tokens = handle.tokens()
+        self._in_flight.popleft()
+        self._last_step_s = time.time()
+        self._steps_since_failure += 1
+        advanced = self.scheduler.update(plan, tokens)
+        self._generation_tokens += len(advanced)
+        if not self.has_work:
+            self.scheduler.check_integrity()
+        return plan, [_tokens_of(request, request.output_ids[-1:]) for request in advanced]
+
+    def _recover(self, error: Exception, launched: Plan | None) -> list[RequestTokens]:
+        """After a failed step: void what is in flight, make new pools, compute again.
+
+        A worker's error fails the host rows of the steps in flight; everything else is retried.
+        """
+        log.error("a step failed: %s", error)
+        if self._steps_since_failure < STEPS_BETWEEN_FAILURES:
+            raise EngineDead(f"two steps failed in quick succession; the last: {error}") from error
+        self._steps_since_failure = 0
+        plans = [plan for plan, _ in self._in_flight]
+        if launched is not None and launched not in plans:
+            plans.append(launched)
+        self._in_flight.clear()
+        self.runner.recover()
+        self.scheduler.rollback()
+        if not isinstance(error, HostLaneError):
+            return []
+        failed = {r.request for p in plans for r in p.rows if r.placement is Placement.HOST}
+        outputs = []
+        for request in failed:
+            if request.state is not RequestState.FINISHED:
+                self.scheduler.abort(request.request_id, "error")
+                outputs.append(_tokens_of(request, [], message=f"host attention failed: {error}"))
+        return outputs
+
+    def _require_idle(self, what: str) -> None:
+        if self.has_work:
+            raise RuntimeError(f"the {what} can change only while no request waits or runs")
+
+
+def check_policy(placements: tuple[Placement, ...], name: str, scheduler: Scheduler) -> None:
+    """Raises ValueError when a policy needs a pool that this engine does not have."""
+    if not any(scheduler.pools[p].num_blocks for p in placements):
+        raise ValueError(
+            f"offload_policy {name!r} needs host KV memory and this engine has none; "
+            "start it with --cpu-kv-gib above 0 and another policy than device-only"
+        )
+
+
+def _tokens_of(request: Request, token_ids: list[int], message: str | None = None) -> RequestTokens:
+    stop_id = request.stop_reason
+    return RequestTokens(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        finish_reason=request.finish_reason,
+        stop_reason=stop_id if stop_id in request.params.stop_token_ids else None,
+        placement=(request.placement or Placement.DEVICE).value,
+        message=message,
+    )

@@ -1,0 +1,95 @@
+"""The host side of the KV cache: arena, worker pool and lane, made and closed together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from neojax import _cpu_paged_attn as native
+from neojax.kv.geometry import KVGeometry
+from neojax.ops import host_attention
+
+NUM_PLANS = 8
+"""Entries of the lane's ring: two sub-batches of two steps in flight, twice over."""
+
+
+class HostPlan(NamedTuple):
+    """What the host lane must know of a sub-batch; goes to the library, not to the device."""
+
+    context_lens: np.ndarray  # i32[B], each with the row's own token
+    tables: np.ndarray  # i32[B, W]
+    chunks: np.ndarray  # i32[C, 4]: row_offset, num_tokens, start, scratch_slot
+    chunk_tables: np.ndarray  # i32[C, W]
+
+
+class HostPool:
+    """KV of HOST requests in the library's own memory, and the workers that attend to it."""
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        num_blocks: int,
+        *,
+        num_heads: int,
+        max_rows: int,
+        scale: float,
+        num_threads: int | None,
+    ) -> None:
+        host_attention.ensure_registered()
+        self.num_blocks = num_blocks
+        self._workers = native.WorkerPool(num_threads)
+        self._cache = native.HostKVCache(
+            geometry.num_layers,
+            num_blocks,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+            geometry.block_size,
+            geometry.dtype.name,
+            self._workers,
+        )
+        self.lane = native.HostLane(
+            self._cache, self._workers, num_heads, 2, max_rows, scale, NUM_PLANS
+        )
+        self._next_plan = 0
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that attend."""
+        return self._workers.num_threads
+
+    @property
+    def next_plan(self) -> int:
+        """The ring entry that the next `put_plan` fills."""
+        return self._next_plan
+
+    def put_plan(self, plan: HostPlan, num_layers: int) -> None:
+        """Hand the lane a sub-batch's tables, before its programs are launched.
+
+        Each layer joins once if there are decode rows, and stores once if there are chunks; then
+        the entry may be rewritten.
+        """
+        uses = num_layers * (bool(len(plan.context_lens)) + bool(len(plan.chunks)))
+        self.lane.set_plan(
+            self._next_plan,
+            plan.context_lens,
+            plan.tables,
+            plan.chunks,
+            plan.chunk_tables,
+            uses,
+        )
+        self._next_plan = (self._next_plan + 1) % NUM_PLANS
+
+    def error(self) -> str | None:
+        """What went wrong in a worker since the last `reset`."""
+        return self.lane.error()
+
+    def reset(self, timeout_s: float = 30.0) -> None:
+        """Wait for all jobs, forget plans and errors. KV stays."""
+        self.lane.drain(timeout_s)
+        self.lane.clear_error()
+
+    def close(self) -> None:
+        """Stop the workers and free the arena."""
+        self.lane.close()
+        self._workers.close()

@@ -1,0 +1,145 @@
+"""The order in which a step's programs are launched: where the two lanes overlap.
+
+DEVICE_ONLY: one batch, several layers per program.
+
+PIPELINED, steady state of layer i; everything is only enqueued, nothing here waits:
+
+    device | linear b0 (i) | attention b0 (i+1) | linear b1 (i) | linear b0 (i+1) | ...
+    host   |  attention of b1's rows (layer i)  | attention of b0's host rows (i+1) | ...
+
+A linear stage of b0 joins its host rows of layer i and starts those of layer i+1; while it and
+b0's device attention run, the host attends for b1's layer i, which the linear stage of b1 joins.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from neojax.runner.programs import Programs
+from neojax.runner.stages import KV, Leaves
+
+
+class Batch(NamedTuple):
+    """A sub-batch about to be launched."""
+
+    programs: Programs
+    packed: np.ndarray
+    is_greedy: bool
+    has_host_chunks: bool
+    wants_logits: bool = False
+
+
+class Sampled(NamedTuple):
+    """What a sub-batch gives: tokens [S], and float32 logits [S, V] where asked for."""
+
+    tokens: jax.Array
+    logits: jax.Array | None
+
+
+class DeviceState:
+    """Arrays that live from step to step. Donated to programs and replaced by their results."""
+
+    def __init__(
+        self,
+        ends: Leaves,
+        layers: tuple[Leaves, ...],
+        pools: list[KV],
+        scratch: list[KV],
+        tokens: jax.Array,
+        layer_ids: tuple[jax.Array, ...],
+    ) -> None:
+        self.ends = ends
+        self.layers = layers
+        self.pools = pools
+        self.scratch = scratch  # two, used by even and odd layers; empty without a host pool
+        self.tokens = tokens  # [max_num_seqs] newest token of each request slot
+        self.layer_ids = layer_ids
+
+
+def run_device_only(state: DeviceState, batch: Batch, layers_per_program: int) -> Sampled:
+    """Launch a DEVICE_ONLY step."""
+    programs = batch.programs
+    packed, x = programs.embed(state.ends, batch.packed, state.tokens)
+    for first in range(0, len(state.layers), layers_per_program):
+        group = slice(first, first + layers_per_program)
+        pools, x = programs.layers(state.layers[group], tuple(state.pools[group]), packed, x)
+        state.pools[group] = pools
+    return _head(state, batch, packed, x)
+
+
+def run_pipelined(state: DeviceState, batches: list[Batch]) -> list[Sampled]:
+    """Launch a PIPELINED step of one or two sub-batches."""
+    lanes = [_SubBatchLane(state, batch) for batch in batches]
+    for lane in lanes:
+        lane.enter()
+    for layer in range(1, len(state.layers)):
+        for lane in lanes:
+            lane.linear(layer)
+    return [lane.leave() for lane in lanes]
+
+
+class _SubBatchLane:
+    """One sub-batch on its way through the layers."""
+
+    def __init__(self, state: DeviceState, batch: Batch) -> None:
+        self.state = state
+        self.batch = batch
+        self.has_device_tokens = batch.programs.shape.num_tokens > 0
+        self.packed: Any = None
+        self.x: Any = None
+        self.ticket: Any = None  # of the host rows' attention in flight
+        self.attended: Any = None  # device attention of the layer entered last
+
+    def enter(self) -> None:
+        state, programs = self.state, self.batch.programs
+        self.packed, x = programs.embed(state.ends, self.batch.packed, state.tokens)
+        entered = programs.enter(state.layers[0], self.packed, state.layer_ids[0], x, self._kv(0))
+        self._attend(0, *entered)
+
+    def linear(self, layer: int) -> None:
+        """Second half of the layer before, first half of `layer`."""
+        state = self.state
+        entered = self.batch.programs.linear(
+            state.layers[layer - 1],
+            state.layers[layer],
+            self.packed,
+            state.layer_ids[layer],
+            self.x,
+            self.attended,
+            self.ticket,
+            self._kv(layer),
+        )
+        self._attend(layer, *entered)
+
+    def leave(self) -> Sampled:
+        x = self.batch.programs.leave(
+            self.state.layers[-1], self.packed, self.x, self.attended, self.ticket
+        )
+        return _head(self.state, self.batch, self.packed, x)
+
+    def _kv(self, layer: int) -> KV | None:
+        return self.state.pools[layer] if self.has_device_tokens else None
+
+    def _attend(self, layer: int, kv: KV | None, rows: jax.Array, x: jax.Array, ticket: Any):
+        state, programs = self.state, self.batch.programs
+        self.x, self.ticket = x, ticket
+        if kv is None:
+            return
+        state.pools[layer] = kv
+        self.attended = programs.attend(self.packed, rows, kv)
+        if self.batch.has_host_chunks:
+            parity = layer % 2
+            state.scratch[parity], self.attended, _ = programs.attend_host_chunks(
+                self.packed, state.layer_ids[layer], rows, self.attended, state.scratch[parity]
+            )
+
+
+def _head(state: DeviceState, batch: Batch, packed: jax.Array, x: jax.Array) -> Sampled:
+    programs = batch.programs
+    head = programs.head_greedy if batch.is_greedy else programs.head_sample
+    logits = programs.logits(state.ends, packed, x) if batch.wants_logits else None
+    state.tokens, tokens = head(state.ends, packed, x, state.tokens)
+    return Sampled(tokens, logits)

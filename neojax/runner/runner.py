@@ -1,0 +1,294 @@
+"""Executes plans on the device and the host lane.
+
+`enqueue` returns before anything has run; `StepHandle.tokens` waits. Knows nothing of queues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from neojax.kv.geometry import KVGeometry
+from neojax.kv.host_pool import HostPool
+from neojax.models.llama import Llama
+from neojax.ops import attention
+from neojax.runner import lanes
+from neojax.runner.compile_counter import CompileCounter
+from neojax.runner.lanes import Batch, DeviceState, Sampled
+from neojax.runner.programs import Arguments, Programs, Signature, compile_all, signatures
+from neojax.runner.shapes import MAX_CHUNKS, Buckets, Shape
+from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages
+from neojax.runner.step_meta import MetaLayout
+from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
+
+log = logging.getLogger(__name__)
+
+B0, B1 = 0, 1
+
+
+class HostLaneError(RuntimeError):
+    """A worker of the host lane reported an error; the step's tokens are void."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """Sizes that the runner is built for; `engine.build` derives them from memory and flags."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_device_blocks: int
+    num_host_blocks: int
+    layers_per_program: int
+    cpu_threads: int | None = None
+
+
+class StepHandle:
+    """A step in flight."""
+
+    def __init__(
+        self, sampled: Sequence[Sampled], counts: Sequence[int], host: HostPool | None
+    ) -> None:
+        self._sampled = sampled
+        self._counts = counts
+        self._host = host
+
+    def tokens(self) -> list[int]:
+        """Wait for the step; one token per `plan.sampled_rows`, in that order.
+
+        Raises HostLaneError when a worker failed.
+        """
+        tokens: list[int] = []
+        for sampled, count in zip(self._sampled, self._counts, strict=True):
+            tokens += np.asarray(sampled.tokens)[:count].tolist()
+        if self._host is not None and (error := self._host.error()):
+            raise HostLaneError(error)
+        return tokens
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `tokens` would return at once."""
+        return all(sampled.tokens.is_ready() for sampled in self._sampled)
+
+    def logits(self) -> np.ndarray:
+        """Logits [rows, V] float32 of the sampled rows, where `enqueue` was asked for them."""
+        return np.concatenate(
+            [np.asarray(s.logits)[:n] for s, n in zip(self._sampled, self._counts, strict=True)]
+        )
+
+
+class Runner:
+    """A model, its pools and its compiled programs."""
+
+    def __init__(self, model: Llama, config: RunnerConfig, geometry: KVGeometry) -> None:
+        self.config = config
+        self.geometry = geometry
+        c = model.config
+        self._counter = CompileCounter()
+        self._buckets = Buckets.of(
+            config.max_num_batched_tokens, config.max_num_seqs, config.num_host_blocks > 0
+        )
+        self.host: HostPool | None = None
+        if config.num_host_blocks:
+            self.host = HostPool(
+                geometry,
+                config.num_host_blocks,
+                num_heads=c.num_heads,
+                max_rows=config.max_num_seqs,
+                scale=attention.scale(c.head_dim),
+                num_threads=config.cpu_threads,
+            )
+        self._dtype = model.ends.embedding[...].dtype
+        self._hidden_size = c.hidden_size
+        ends, layers, self._parts = _split(model)
+        self._state = DeviceState(
+            ends,
+            layers,
+            pools=[],
+            scratch=[],
+            tokens=jnp.zeros(config.max_num_seqs, jnp.int32),
+            layer_ids=tuple(jnp.asarray(i, jnp.int32) for i in range(c.num_layers)),
+        )
+        self._make_pools()
+        self._programs = self._make_programs()
+
+    @property
+    def num_compiles(self) -> int:
+        """XLA compilations in this process since `warm_up` ended (or since the start)."""
+        return self._counter.count
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that the closed set of shapes needs."""
+        return len(self._signatures())
+
+    @property
+    def scratch_tokens(self) -> int:
+        """Tokens of the scratch pools: the longest prefix and its chunk."""
+        p = self.geometry.block_size
+        return -(-self.config.max_model_len // p) * p + MAX_CHUNKS * p
+
+    def enqueue(self, plan: Plan, *, wants_logits: bool = False) -> StepHandle:
+        """Launch a step. Returns at once; raises what dispatch raises.
+
+        After an exception the pools are gone: `recover` makes new ones.
+        wants_logits: keep the sampled rows' logits, for inspection; compiles on first use.
+        """
+        batches = [
+            self._batch(batch, index)._replace(wants_logits=wants_logits)
+            for index, batch in enumerate(plan.sub_batches)
+        ]
+        counts = [sum(row.samples for row in batch.rows) for batch in plan.sub_batches]
+        if plan.mode is Mode.DEVICE_ONLY:
+            (batch,) = batches
+            sampled = [lanes.run_device_only(self._state, batch, self.config.layers_per_program)]
+        else:
+            sampled = lanes.run_pipelined(self._state, batches)
+        return StepHandle(sampled, counts, self.host if plan.mode is Mode.PIPELINED else None)
+
+    def recover(self) -> None:
+        """After a failed step: wait for the lane, make new device pools. Host KV stays."""
+        if self.host is not None:
+            self.host.reset()
+        self._state.tokens = jnp.zeros(self.config.max_num_seqs, jnp.int32)
+        self._make_pools()
+
+    def warm_up(self, *, progress: bool = True) -> list[tuple[Signature, jax.stages.Compiled]]:
+        """Compile every program, then run each twice; from then on a compile is counted."""
+        compiled = compile_all(
+            self._signatures(), num_threads=max(1, os.cpu_count() or 1), progress=progress
+        )
+        for _ in range(2):
+            for shape in self._buckets.device_shapes:
+                for is_greedy in (True, False):
+                    batch = self._empty_batch(shape, B0, is_greedy)
+                    lanes.run_device_only(self._state, batch, self.config.layers_per_program)
+            if self.host is not None:
+                self._warm_up_host()
+            jax.block_until_ready(self._state.tokens)
+        self._counter.reset()
+        return compiled
+
+    def close(self) -> None:
+        """Wait for the device and stop the host workers."""
+        jax.block_until_ready(self._state.tokens)
+        if self.host is not None:
+            self.host.close()
+        self._counter.close()
+
+    def _warm_up_host(self) -> None:
+        shapes = [*self._buckets.device_shapes, *self._buckets.host_shapes]
+        for i, shape in enumerate(shapes):
+            b1 = self._buckets.host_shapes[i % len(self._buckets.host_shapes)]
+            batches = [self._empty_batch(shape, B0, True), self._empty_batch(b1, B1, True)]
+            lanes.run_pipelined(self._state, batches)
+        for shape in self._buckets.host_shapes:
+            lanes.run_pipelined(
+                self._state,
+                [self._empty_batch(shape, B0, False), self._empty_batch(shape, B1, False)],
+            )
+
+    def _batch(self, batch: SubBatch, index: int) -> Batch:
+        shape = self._buckets.shape(batch.num_device_tokens, len(batch.host_decodes))
+        programs = self._programs[shape, index]
+        plan_index = 0 if self.host is None else self.host.next_plan
+        packed, host_plan = programs.stages.layout.pack(batch, plan_index)
+        if host_plan is not None:
+            assert self.host is not None
+            self.host.put_plan(host_plan, self.geometry.num_layers)
+        return Batch(
+            programs,
+            packed,
+            is_greedy=all(_is_greedy(row) for row in batch.rows),
+            has_host_chunks=bool(batch.host_chunks),
+        )
+
+    def _empty_batch(self, shape: Shape, index: int, is_greedy: bool) -> Batch:
+        """Padding only: every slot dropped, no host row, no chunk."""
+        programs = self._programs[shape, index]
+        return Batch(
+            programs,
+            programs.stages.layout.empty(),
+            is_greedy,
+            has_host_chunks=self.host is not None and shape.num_tokens > 0,
+        )
+
+    def _make_pools(self) -> None:
+        g, c = self.geometry, self.config
+
+        def pools(num_blocks: int, count: int) -> list[KV]:
+            shape = (num_blocks, g.block_size, g.num_kv_heads, g.head_dim)
+            return [KV(jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype)) for _ in range(count)]
+
+        self._state.pools = pools(c.num_device_blocks, g.num_layers)
+        if self.host is not None:
+            self._state.scratch = pools(self.scratch_tokens // g.block_size, 2)
+
+    def _make_programs(self) -> dict[tuple[Shape, int], Programs]:
+        attend = attention.device_attention()
+        lane = None if self.host is None else self.host.lane.id
+
+        def programs(shape: Shape, index: int) -> Programs:
+            layout = MetaLayout(
+                shape=shape,
+                max_num_seqs=self.config.max_num_seqs,
+                block_size=self.geometry.block_size,
+                table_width=-(-self.config.max_model_len // self.geometry.block_size),
+                num_device_slots=self.config.num_device_blocks * self.geometry.block_size,
+                num_scratch_slots=self.scratch_tokens,
+            )
+            channel = None if lane is None else Channel(lane, index)
+            return Programs(Stages(self._parts, layout, attend, channel))
+
+        keys = [(shape, B0) for shape in self._buckets.device_shapes]
+        keys += [(shape, i) for shape in self._buckets.host_shapes for i in (B0, B1)]
+        return {(shape, index): programs(shape, index) for shape, index in keys}
+
+    def _signatures(self) -> list[Signature]:
+        state = self._state
+        arguments = Arguments(
+            ends=state.ends,
+            layers=state.layers,
+            pools=tuple(state.pools),
+            scratch=state.scratch[0] if state.scratch else None,
+            tokens=state.tokens,
+            layer_ids=state.layer_ids,
+            layers_per_program=self.config.layers_per_program,
+            hidden_size=self._hidden_size,
+            dtype=self._dtype,
+        )
+        return [
+            signature
+            for programs in self._programs.values()
+            for signature in signatures(programs, arguments, has_host=self.host is not None)
+        ]
+
+
+def _is_greedy(row: Row) -> bool:
+    return not row.samples or row.request.params.is_greedy
+
+
+def _split(model: Llama) -> tuple[Leaves, tuple[Leaves, ...], ModelParts]:
+    """A model as flat parameters, and how to put its modules together again inside programs."""
+
+    def flat(module: Any) -> tuple[Leaves, Any]:
+        graphdef, state = nnx.split(module)
+        leaves, treedef = jax.tree.flatten(state)
+        return tuple(leaves), lambda leaves: nnx.merge(
+            graphdef, jax.tree.unflatten(treedef, leaves)
+        )
+
+    ends, merge_ends = flat(model.ends)
+    # Every layer has the same structure, so the first one's serves all: one program for them all.
+    layers = [flat(layer) for layer in model.layers]
+    c = model.config
+    parts = ModelParts(merge_ends, layers[0][1], c.num_heads, c.num_kv_heads, c.head_dim)
+    return ends, tuple(leaves for leaves, _ in layers), parts

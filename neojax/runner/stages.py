@@ -1,0 +1,267 @@
+"""The pure functions that programs are made of: what one stage of a step computes.
+
+A model calls one `attend` hook per layer. DEVICE_ONLY steps give it a hook that appends to the
+pool and attends. PIPELINED steps need the layer cut in two at the hook; `project` and `finish`
+do that by calling the layer with a hook that captures q, k, v, or returns what another program
+attended. The half that is not asked for has no consumer, and XLA drops it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from neojax.ops import attention, host_attention
+from neojax.ops.attention import DeviceAttention
+from neojax.runner import sampling
+from neojax.runner.step_meta import MetaLayout, StepMeta
+
+Leaves: TypeAlias = tuple[jax.Array, ...]
+"""Parameters of one layer (or of the ends), flat: dispatch costs less than with a dictionary."""
+
+
+class KV(NamedTuple):
+    """One layer's pools, [P, p, K, H] each; donated by every program that writes them."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelParts:
+    """How to rebuild a model's modules from flat parameters, and the shape of its heads."""
+
+    merge_ends: Callable[[Leaves], Any]
+    merge_layer: Callable[[Leaves], Any]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Channel:
+    """Where a sub-batch's host rows go."""
+
+    lane: int  # id of the native lane
+    index: int  # 0 for b0, 1 for b1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stages:
+    """Stage functions of one shape. All take and return arrays; none has a side effect."""
+
+    model: ModelParts
+    layout: MetaLayout
+    attend_device: DeviceAttention
+    channel: Channel | None = None
+
+    def embed(
+        self, ends: Leaves, packed: Int[Array, "M"], tokens: Int[Array, "slots"]
+    ) -> tuple[Int[Array, "M"], Float[Array, "R D"]]:
+        """First stage. Returns the metadata too: later programs find it on the device."""
+        meta = self.layout.unpack(packed)
+        newest = tokens[meta.request_slots]
+        ids = jnp.where(meta.token_ids >= 0, meta.token_ids, newest)
+        return packed, self.model.merge_ends(ends).embed(ids)
+
+    def layers(
+        self,
+        layers: tuple[Leaves, ...],
+        pools: tuple[KV, ...],
+        packed: Int[Array, "M"],
+        x: Float[Array, "R D"],
+    ) -> tuple[tuple[KV, ...], Float[Array, "R D"]]:
+        """Whole layers of a DEVICE_ONLY step."""
+        meta = self.layout.unpack(packed)
+        updated = []
+        for leaves, kv in zip(layers, pools, strict=True):
+            kv, x = _whole_layer(self, leaves, kv, meta, x)
+            updated.append(kv)
+        return tuple(updated), x
+
+    def enter(
+        self, leaves: Leaves, packed: Int[Array, "M"], layer: Int[Array, ""], x: jax.Array, kv: Any
+    ) -> tuple[Any, jax.Array, jax.Array, Any]:
+        """Pre-projection of a layer, K/V into the pool, start of the host rows' attention.
+
+        Returns (pools, rows [R, (N+2K)·H], x, ticket); pools are None without device tokens, the
+        ticket without host rows.
+        """
+        meta = self.layout.unpack(packed)
+        q, k, v = project(self.model.merge_layer(leaves), x, meta.positions)
+        num_tokens = self.layout.shape.num_tokens
+        if kv is not None:
+            kv = self._append(kv, meta, k[:num_tokens], v[:num_tokens])
+        rows = jnp.concatenate([a.reshape(len(x), -1) for a in (q, k, v)], axis=1)
+        ticket = None
+        if self.channel is not None and self.layout.shape.num_host_rows:
+            ticket, x = host_attention.start(
+                rows[num_tokens:],
+                jnp.stack([meta.plan, layer, meta.num_host_rows]),
+                x,
+                lane=self.channel.lane,
+                channel=self.channel.index,
+            )
+        return kv, rows, x, ticket
+
+    def leave(
+        self, leaves: Leaves, packed: Int[Array, "M"], x: jax.Array, attended: Any, ticket: Any
+    ) -> Float[Array, "R D"]:
+        """Join of the host rows, post-projection and MLP of a layer."""
+        meta = self.layout.unpack(packed)
+        parts = [] if attended is None else [attended]
+        if ticket is not None:
+            assert self.channel is not None
+            out, x = host_attention.join(
+                ticket,
+                x,
+                lane=self.channel.lane,
+                channel=self.channel.index,
+                num_rows=self.layout.shape.num_host_rows,
+                num_q_heads=self.model.num_heads,
+                head_dim=self.model.head_dim,
+                dtype=x.dtype,
+            )
+            parts.append(out.reshape(len(out), self.model.num_heads, self.model.head_dim))
+        return finish(self.model.merge_layer(leaves), x, meta.positions, jnp.concatenate(parts))
+
+    def linear(
+        self,
+        this: Leaves,
+        following: Leaves,
+        packed: Int[Array, "M"],
+        layer: Int[Array, ""],
+        x: jax.Array,
+        attended: Any,
+        ticket: Any,
+        kv: Any,
+    ) -> tuple[Any, jax.Array, jax.Array, Any]:
+        """The linear stage: a layer's second half and the next one's first; `layer` is the next.
+
+        Returns what `enter` returns.
+        """
+        x = self.leave(this, packed, x, attended, ticket)
+        return self.enter(following, packed, layer, x, kv)
+
+    def attend(
+        self, packed: Int[Array, "M"], rows: Float[Array, "R qkv"], kv: KV
+    ) -> Float[Array, "T N H"]:
+        """Device attention of the device tokens; their K/V are already in the pool."""
+        meta = self.layout.unpack(packed)
+        q, _, _ = self._split(rows)
+        return self.attend_device(q, kv.k, kv.v, meta.tiles, meta.decodes)
+
+    def attend_host_chunks(
+        self,
+        packed: Int[Array, "M"],
+        layer: Int[Array, ""],
+        rows: Float[Array, "R qkv"],
+        attended: Float[Array, "T N H"],
+        scratch: KV,
+    ) -> tuple[KV, Float[Array, "T N H"], Int[Array, "1"]]:
+        """Prefill chunks of HOST requests: K/V to the arena, attention over the scratch pool.
+
+        The scratch gets the prefix from the arena and the chunk from `rows`; it is as good as a
+        device pool for the length of one layer.
+        """
+        meta = self.layout.unpack(packed)
+        lane = self._lane
+        num_tokens = self.layout.shape.num_tokens
+        hdr = jnp.stack([meta.plan, layer, meta.num_host_chunks])
+        done, attended = host_attention.store(rows[:num_tokens], hdr, attended, lane=lane)
+        flat = (-1, *scratch.k.shape[2:])
+        k_prefix, v_prefix = host_attention.fetch(
+            hdr, scratch.k.reshape(flat), scratch.v.reshape(flat), lane=lane
+        )
+        q, k, v = self._split(rows)
+        scratch = KV(
+            attention.append(k_prefix.reshape(scratch.k.shape), meta.scratch_slots, k),
+            attention.append(v_prefix.reshape(scratch.v.shape), meta.scratch_slots, v),
+        )
+        host = self.attend_device(q, scratch.k, scratch.v, meta.host_tiles, None)
+        is_host = meta.scratch_slots < self.layout.num_scratch_slots
+        return scratch, jnp.where(is_host[:, None, None], host, attended), done
+
+    def head(
+        self,
+        ends: Leaves,
+        packed: Int[Array, "M"],
+        x: Float[Array, "R D"],
+        tokens: Int[Array, "slots"],
+        *,
+        is_greedy: bool,
+    ) -> tuple[Int[Array, "slots"], Int[Array, "S"]]:
+        """Last stage: a token for each sampling row, written to its request's slot."""
+        chosen = self.layout.unpack(packed).sampling
+        logits = self.logits(ends, packed, x)
+        new = sampling.greedy(logits) if is_greedy else sampling.sample(logits, chosen)
+        return tokens.at[chosen.slot].set(new, mode="drop"), new
+
+    def logits(
+        self, ends: Leaves, packed: Int[Array, "M"], x: Float[Array, "R D"]
+    ) -> Float[Array, "S V"]:
+        """float32 logits of the sampling rows."""
+        chosen = self.layout.unpack(packed).sampling
+        return self.model.merge_ends(ends).head(x[chosen.row])
+
+    @property
+    def _lane(self) -> int:
+        assert self.channel is not None
+        return self.channel.lane
+
+    def _append(self, kv: KV, meta: StepMeta, k: jax.Array, v: jax.Array) -> KV:
+        with jax.named_scope("append"):
+            return KV(
+                attention.append(kv.k, meta.kv_slots, k), attention.append(kv.v, meta.kv_slots, v)
+            )
+
+    def _split(self, rows: Float[Array, "R qkv"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [T, N, H], k [T, K, H], v [T, K, H] of the device tokens."""
+        m = self.model
+        heads = rows[: self.layout.shape.num_tokens].reshape(
+            self.layout.shape.num_tokens, -1, m.head_dim
+        )
+        return (
+            heads[:, : m.num_heads],
+            heads[:, m.num_heads : m.num_heads + m.num_kv_heads],
+            heads[:, m.num_heads + m.num_kv_heads :],
+        )
+
+
+def project(layer: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+    """A layer up to its attend hook: q [R, N, H], k [R, K, H], v [R, K, H]."""
+    captured: list[tuple[jax.Array, ...]] = []
+
+    def capture(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        captured.append((q, k, v))
+        return jnp.zeros_like(q)
+
+    layer(x, positions, capture)
+    (qkv,) = captured
+    return qkv
+
+
+def finish(layer: Any, x: jax.Array, positions: jax.Array, attended: jax.Array) -> jax.Array:
+    """A layer from its attend hook on, given what the hook returns."""
+    return layer(x, positions, lambda q, k, v: attended)
+
+
+# An inner jit: the layer is traced and lowered once, however many of them a program holds.
+@functools.partial(jax.jit, static_argnums=0)
+def _whole_layer(
+    stages: Stages, leaves: Leaves, kv: KV, meta: StepMeta, x: jax.Array
+) -> tuple[KV, jax.Array]:
+    updated = [kv]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        updated[0] = stages._append(kv, meta, k, v)
+        return stages.attend_device(q, updated[0].k, updated[0].v, meta.tiles, meta.decodes)
+
+    x = stages.model.merge_layer(leaves)(x, meta.positions, attend)
+    return updated[0], x
