@@ -1,0 +1,110 @@
+"""Builds a tokenizer from GGUF metadata: byte-level BPE with the pre-tokenizer that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from neojax.models.gguf_file import GgufFile
+
+CONTROL, USER_DEFINED = 3, 4  # token types of the format
+
+# Llama 3's pattern: contractions, words, numbers of up to three digits, punctuation, blanks.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# Tokens that end a turn, though only one can be the file's eos_token_id.
+_END_OF_GENERATION = {
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+}
+
+
+def build_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
+    """The tokenizer that a GGUF file describes. Raises ValueError for kinds not supported."""
+    kind = file.require("tokenizer.ggml.model")
+    if kind != "gpt2":
+        what = "sentencepiece" if kind == "llama" else kind
+        raise ValueError(
+            f"{file.path}: its tokenizer is of the kind {kind!r} ({what}), which cannot be read "
+            "from GGUF metadata. Use the model's Hugging Face directory, which has tokenizer.json"
+        )
+    tokens = file.require("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
+    name = file.metadata.get("tokenizer.ggml.pre", "default")
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=merges,
+            # Llama 3 takes a word that is a token as it is, without merging up to it.
+            ignore_merges=name == "llama-bpe",
+        )
+    )
+    tokenizer.pre_tokenizer = _pre_tokenizer(name, file.path)
+    tokenizer.decoder = decoders.ByteLevel()
+    types = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    added = {
+        kind: [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type == kind
+        ]
+        for kind in (CONTROL, USER_DEFINED)
+    }
+    tokenizer.add_special_tokens(added[CONTROL])
+    tokenizer.add_tokens(added[USER_DEFINED])
+    return tokenizer
+
+
+def end_of_generation_ids(file: GgufFile) -> frozenset[int]:
+    """Ids that end generation: those that the metadata names, and control tokens known to."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    named = {
+        file.metadata[f"tokenizer.ggml.{key}"]
+        for key in keys
+        if f"tokenizer.ggml.{key}" in file.metadata
+    }
+    tokens: list[str] = file.metadata.get("tokenizer.ggml.tokens", [])
+    types: list[int] = file.metadata.get("tokenizer.ggml.token_type", [])
+    known = {
+        index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == CONTROL and token in _END_OF_GENERATION
+    }
+    return frozenset(named | known)
+
+
+def _pre_tokenizer(name: str, path: Path) -> Any:
+    byte_level = pre_tokenizers.ByteLevel
+    match name:
+        case "smollm":
+            return pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    byte_level(add_prefix_space=False, use_regex=True),
+                ]
+            )
+        case "llama-bpe" | "llama3" | "llama-v3":
+            return pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex(_LLAMA3), behavior="isolated"),
+                    byte_level(add_prefix_space=False, use_regex=False),
+                ]
+            )
+        case "gpt-2" | "default":
+            return byte_level(add_prefix_space=False, use_regex=True)
+    raise ValueError(
+        f"{path}: pre-tokenizer {name!r} is not supported; supported: smollm, llama-bpe, gpt-2. "
+        "Use the model's Hugging Face directory, which has tokenizer.json"
+    )
