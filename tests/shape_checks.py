@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +26,9 @@ def check(function: Callable) -> Callable:
     return beartype(conf=BeartypeConf(is_pep484_tower=True))(function)
 
 
-class _Loader(_JaxtypingLoader):
+class Loader(_JaxtypingLoader):
+    """Imports a module so that its annotations are checked at every call."""
+
     def source_to_code(self, data: bytes, path: str, *, _optimize: int = -1) -> Any:
         data = bytes(data).replace(b"\nif TYPE_CHECKING:", b"\nif True:")
         return super().source_to_code(data, path, _optimize=_optimize)
@@ -44,9 +46,9 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path:
             if finder is self or not (spec := finder.find_spec(fullname, path, target)):
                 continue
-            if isinstance(spec.loader, SourceFileLoader):
-                loader = spec.loader
-                spec.loader = _Loader(loader.name, loader.path, typechecker=self.typechecker)
+            # Whatever loader it names: editable installs wrap the usual one.
+            if spec.origin and spec.origin.endswith(".py"):
+                spec.loader = Loader(fullname, spec.origin, typechecker=self.typechecker)
             return spec
         return None
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import textwrap
 
 import jax
 import jax.numpy as jnp
 import pytest
+
+from tests import shape_checks
 
 SOURCE = """
     from __future__ import annotations
@@ -53,3 +56,9 @@ def test_an_argument_of_the_wrong_shape_is_caught(checked):
 def test_a_result_of_the_wrong_shape_is_caught_under_jit_too(checked):
     with pytest.raises(Exception, match="first"):
         jax.jit(checked.first)(jnp.arange(3))
+
+
+@pytest.mark.parametrize("name", ["neojax.models.llama", "neojax.ops.attention"])
+def test_the_array_code_of_neojax_is_checked(name: str):
+    module = importlib.import_module(name)
+    assert isinstance(module.__spec__.loader, shape_checks.Loader)
