@@ -26,7 +26,8 @@ ANYWHERE = {"config", "sampling_params"}
 ARROWS = {
     "config": set(),
     "sampling_params": set(),
-    "text": set(),
+    "outputs": set(),
+    "text": {"models"},
     "hub": set(),
     "models": set(),
     "scheduler": set(),
@@ -35,7 +36,7 @@ ARROWS = {
     "runner": {"kv", "ops", "models", "scheduler", "_cpu_paged_attn"},
     "engine": {"runner", "scheduler", "models", "kv", "hub", "text", "log"},
     "serve": {"engine", "text", "hub", "cli", "log"},
-    "llm": {"engine", "runner", "scheduler", "models", "text", "hub"},
+    "llm": {"engine", "text", "hub", "outputs"},
     "cli": set(),
     "log": set(),
 }
