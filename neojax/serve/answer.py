@@ -1,0 +1,141 @@
+"""The HTTP response of a generation: one JSON body or a stream of events.
+
+The work runs inside the response so that one place races it with the client's disconnect, and so
+that an error before the first token is still a real HTTP error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from neojax.serve.errors import ApiError
+from neojax.serve.generation import TextDelta, TextGeneration
+from neojax.serve.responses import Usage
+from neojax.serve.shapes import Shape
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer(Response):
+    """Runs a generation and sends it; a client that goes away ends it."""
+
+    def __init__(
+        self,
+        generation: TextGeneration,
+        shape: Shape,
+        *,
+        num_choices: int,
+        num_prompt_tokens: int,
+        stream: bool,
+        include_usage: bool,
+    ) -> None:
+        super().__init__()
+        self._generation = generation
+        self._shape = shape
+        self._num_choices = num_choices
+        self._num_prompt_tokens = num_prompt_tokens
+        self._stream = stream
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer; called by the framework."""
+        work = self._send_stream if self._stream else self._send_whole
+        await until_disconnect(receive, work(scope, receive, send))
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._generation as generation:
+                texts: list[list[str]] = [[] for _ in range(self._num_choices)]
+                ends: dict[int, TextDelta] = {}
+                while not generation.is_finished:
+                    for delta in await generation.deltas():
+                        texts[delta.index].append(delta.text)
+                        ends[delta.index] = delta
+                ended = [
+                    ends[index]._replace(text="".join(text)) for index, text in enumerate(texts)
+                ]
+                body = _encode(self._shape.whole(ended, self._usage()))
+            response = Response(body, media_type="application/json")
+        except ApiError as error:
+            response = error.response()
+        await response(scope, receive, send)
+
+    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation as generation:
+            try:
+                # Headers wait for the first tokens: until then an error can be a real 5xx.
+                deltas = await generation.deltas()
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),
+                    ],
+                }
+            )
+            events: list[bytes] = []
+            for index in range(self._num_choices):
+                opening = self._shape.opening(index)
+                if opening is not None:
+                    events.append(_event(opening))
+            try:
+                while True:
+                    for delta in deltas:
+                        if delta.text or delta.finish_reason is not None:
+                            events.append(_event(self._shape.chunk(delta)))
+                    await _send_events(send, events)
+                    if generation.is_finished:
+                        break
+                    deltas = await generation.deltas()
+                if self._include_usage:
+                    events.append(_event(self._shape.usage_chunk(self._usage())))
+            except ApiError as error:
+                events.append(b"data: " + error.body() + b"\n\n")
+            events.append(b"data: [DONE]\n\n")
+            await _send_events(send, events, is_last=True)
+
+    def _usage(self) -> Usage:
+        generated = self._generation.num_completion_tokens
+        return Usage(self._num_prompt_tokens, generated, self._num_prompt_tokens + generated)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[object, object, None]) -> None:
+    """Run `work`; cancel it as soon as the client has gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.wait({task, gone})
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_events(send: Send, events: list[bytes], *, is_last: bool = False) -> None:
+    if events or is_last:
+        body = b"".join(events)
+        events.clear()
+        await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+
+def _event(message: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(message) + b"\n\n"

@@ -1,0 +1,194 @@
+"""The routes: what each URL does, in terms of the other modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+import neojax
+from neojax.serve import errors
+from neojax.serve.answer import Answer
+from neojax.serve.body import read_body
+from neojax.serve.engine_client import NewRequest
+from neojax.serve.errors import ApiError
+from neojax.serve.generation import Choice, TextGeneration
+from neojax.serve.prompts import (
+    chat_prompts,
+    check_ids,
+    completion_prompts,
+    max_new_tokens,
+    tokenize_prompt,
+)
+from neojax.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from neojax.serve.shapes import ChatShape, CompletionShape, Shape
+from neojax.serve.state import ServeState
+
+_REF = "#/components/schemas/{model}"
+
+
+def create_app(state: ServeState) -> FastAPI:
+    """The application over one server's state."""
+    app = FastAPI(title="neojax", version=neojax.__version__)
+    errors.install(app)
+    created = int(time.time())
+
+    @app.post("/v1/completions", **_documented(CompletionRequest, "Continue one or more prompts"))
+    async def completions(request: Request) -> Response:
+        arrival_s = time.monotonic()
+        text_model, _, ready = state.require_ready()
+        body = await read_body(request, CompletionRequest)
+        _check_model(state, body.model)
+        prompts = await completion_prompts(body, text_model, ready)
+        asked = body.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        shape = CompletionShape(state.model_name, body.include_usage)
+        return _generate(state, body, prompts, asked, shape, arrival_s)
+
+    @app.post("/v1/chat/completions", **_documented(ChatRequest, "Answer a conversation"))
+    async def chat_completions(request: Request) -> Response:
+        arrival_s = time.monotonic()
+        text_model, _, ready = state.require_ready()
+        body = await read_body(request, ChatRequest)
+        _check_model(state, body.model)
+        prompts = await chat_prompts(body, text_model, ready)
+        asked = (
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        )
+        shape = ChatShape(state.model_name, body.include_usage)
+        return _generate(state, body, prompts, asked, shape, arrival_s)
+
+    @app.get("/v1/models", summary="The model that is served")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model_card(state, created)]})
+
+    @app.get("/v1/models/{model:path}", summary="One model")
+    async def model(model: str) -> Response:
+        _check_model(state, model)
+        return _json(_model_card(state, created))
+
+    @app.post("/tokenize", **_documented(TokenizeRequest, "Token ids of a text or conversation"))
+    async def tokenize(request: Request) -> Response:
+        text_model, _, ready = state.require_ready()
+        body = await read_body(request, TokenizeRequest)
+        _check_model(state, body.model)
+        ids = await tokenize_prompt(body, text_model)
+        return _json({"count": len(ids), "max_model_len": ready.max_model_len, "tokens": ids})
+
+    @app.post("/detokenize", **_documented(DetokenizeRequest, "Text of token ids"))
+    async def detokenize(request: Request) -> Response:
+        text_model, _, ready = state.require_ready()
+        body = await read_body(request, DetokenizeRequest)
+        _check_model(state, body.model)
+        ids = check_ids(body.tokens, ready.vocab_size, param="tokens")
+        return _json({"prompt": text_model.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    @app.get("/health", summary="200 while requests can be served, else 503 with the reason")
+    async def health() -> Response:
+        if state.health_fault is not None:
+            raise ApiError(503, state.health_fault)
+        return Response(status_code=200)
+
+    @app.get("/metrics", summary="Prometheus metrics")
+    async def metrics() -> Response:
+        return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version", summary="Version of the server")
+    async def version() -> Response:
+        return _json({"version": neojax.__version__})
+
+    schemas = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    app.openapi_schema = _with_schemas(app.openapi(), schemas)
+    return app
+
+
+def _with_schemas(openapi: dict[str, Any], schemas: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """The OpenAPI document with the bodies that the routes read themselves."""
+    _, definitions = models_json_schema(
+        [(schema, "validation") for schema in schemas], ref_template=_REF
+    )
+    openapi.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    return openapi
+
+
+def _generate(
+    state: ServeState,
+    body: CompletionRequest | ChatRequest,
+    prompts: list[list[int]],
+    asked: int | None,
+    shape: Shape,
+    arrival_s: float,
+) -> Response:
+    text_model, client, ready = state.require_ready()
+    check_ids(body.stop_token_ids or [], ready.vocab_size, param="stop_token_ids")
+    choices: list[Choice] = []
+    for prompt_ids in prompts:
+        params = body.sampling_params(max_new_tokens(prompt_ids, asked, ready))
+        for number in range(body.n or 1):
+            # Choices of one prompt differ: each draws with its own seed.
+            seed = None if params.seed is None else (params.seed + number) % 2**63
+            choices.append(Choice(prompt_ids, dataclasses.replace(params, seed=seed)))
+    state.admit(len(choices))
+    requests = [NewRequest(ids, dataclasses.asdict(params)) for ids, params in choices]
+    generation = TextGeneration(
+        client.generate(requests), choices, text_model, state.metrics, arrival_s
+    )
+    return Answer(
+        generation,
+        shape,
+        num_choices=len(choices),
+        num_prompt_tokens=sum(map(len, prompts)),
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+    )
+
+
+def _check_model(state: ServeState, name: str | None) -> None:
+    if name is not None and name != state.model_name:
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} does not exist; served: {state.model_name}",
+            param="model",
+        )
+
+
+def _model_card(state: ServeState, created: int) -> dict[str, object]:
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "neojax",
+        "root": state.config.model,
+        "max_model_len": None if state.ready is None else state.ready.max_model_len,
+    }
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _documented(schema: type[BaseModel], summary: str) -> dict[str, Any]:
+    """OpenAPI of a route that reads its body itself."""
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=schema.__name__)}}}
+    return {
+        "summary": summary,
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+        "responses": {
+            400: {"description": "Refused: the message names the field and what would work"},
+            404: {"description": "Unknown model"},
+            413: {"description": "Body too large"},
+            503: {"description": "Loading, full, shutting down or failed; see Retry-After"},
+        },
+    }

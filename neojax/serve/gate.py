@@ -1,0 +1,81 @@
+"""What every request passes first and last: request id, API key, access log, our own faults."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from neojax.serve.errors import ApiError
+
+log = logging.getLogger("neojax.access")
+error_log = logging.getLogger("neojax.serve")
+
+# Probes must work without a key.
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
+# Asked every few seconds by machines: logged at debug.
+_QUIET_PATHS = frozenset({"/health", "/metrics"})
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+class Gate:
+    """ASGI application around another."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event of the server."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start_s = time.monotonic()
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        status: int | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            if self._may_enter(scope["path"], headers):
+                await self._app(scope, receive, send_with_id)
+            else:
+                refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
+                await refusal.response()(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass
+        except Exception:  # the last place where a fault of ours can become an answer
+            error_log.exception("%s %s failed", scope["method"], scope["path"][:200])
+            if status is None:
+                answer = ApiError(500, "internal error; the server's log has the details")
+                await answer.response()(scope, receive, send_with_id)
+        finally:
+            log.log(
+                logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO,
+                "%s %s %s %.3f s %s",
+                scope["method"],
+                scope["path"][:200].encode("unicode_escape").decode(),
+                status or "disconnected",
+                time.monotonic() - start_s,
+                request_id,
+            )
+
+    def _may_enter(self, path: str, headers: Headers) -> bool:
+        if self._authorization is None or path in OPEN_PATHS:
+            return True
+        given = headers.get("authorization", "").encode("latin-1", "replace")
+        return hmac.compare_digest(given, self._authorization)

@@ -1,0 +1,88 @@
+"""From a request's prompt to token ids that fit the model, and how many may follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neojax.engine.messages import Ready
+from neojax.serve.errors import ApiError
+from neojax.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from neojax.serve.text_model import TextModel
+
+
+async def completion_prompts(
+    body: CompletionRequest, text_model: TextModel, ready: Ready
+) -> list[list[int]]:
+    """Token ids of each prompt of a completions request."""
+    prompt: Any = body.prompt
+    texts_or_ids: list[Any] = [prompt]
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        texts_or_ids = prompt
+    prompts: list[list[int]] = []
+    for item in texts_or_ids:
+        if isinstance(item, str):
+            ids = await text_model.encode(
+                item, add_special_tokens=body.add_special_tokens, param="prompt"
+            )
+        else:
+            ids = check_ids(item, ready.vocab_size, param="prompt")
+        prompts.append(_check_length(ids, ready, param="prompt"))
+    return prompts
+
+
+async def chat_prompts(body: ChatRequest, text_model: TextModel, ready: Ready) -> list[list[int]]:
+    """Token ids of a chat request, as a list of one prompt."""
+    ids = await text_model.encode_chat(
+        [message.model_dump() for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        kwargs=body.chat_template_kwargs,
+    )
+    return [_check_length(ids, ready, param="messages")]
+
+
+async def tokenize_prompt(body: TokenizeRequest, text_model: TextModel) -> list[int]:
+    """Token ids of a text or a conversation, of any length."""
+    if body.messages is not None:
+        return await text_model.encode_chat(
+            [message.model_dump() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            kwargs=body.chat_template_kwargs,
+            add_special_tokens=body.add_special_tokens is True,
+        )
+    assert body.prompt is not None  # the schema asks for one of both
+    return await text_model.encode(
+        body.prompt, add_special_tokens=body.add_special_tokens is not False, param="prompt"
+    )
+
+
+def check_ids(ids: list[int], vocab_size: int, *, param: str) -> list[int]:
+    """The same ids; 400 if one is not a row of the model's embedding."""
+    for position, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise ApiError(
+                400,
+                f"{param}: token id {token_id} at position {position} is not in "
+                f"0..{vocab_size - 1}",
+                param=param,
+            )
+    return ids
+
+
+def max_new_tokens(prompt_ids: list[int], asked: int | None, ready: Ready) -> int:
+    """Tokens that may be generated: what was asked, clamped to the context that is left."""
+    left = ready.max_model_len - len(prompt_ids)
+    return left if asked is None else min(asked, left)
+
+
+def _check_length(ids: list[int], ready: Ready, *, param: str) -> list[int]:
+    if not ids:
+        raise ApiError(400, f"{param}: the prompt has no tokens", param=param)
+    if len(ids) >= ready.max_model_len:
+        raise ApiError(
+            400,
+            f"context_length_exceeded: this model's maximum context length is "
+            f"{ready.max_model_len} tokens, but the prompt has {len(ids)} tokens, which leaves no "
+            f"room for output. Shorten it to {ready.max_model_len - 1} tokens or fewer.",
+            param=param,
+        )
+    return ids

@@ -1,0 +1,399 @@
+"""What clients may send: strict schemas of OpenAI's requests with vLLM's extensions.
+
+Fields that are known but not served yet are refused unless neutral; unknown ones are ignored with
+a debug line, as vLLM does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from neojax.sampling_params import MAX_SEED, MAX_STOP_STRINGS, Placement, SamplingParams
+from neojax.serve.errors import ApiError
+
+log = logging.getLogger("neojax.serve")
+
+MAX_CHOICES = 128
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 256
+
+# Name of a field we cannot honour yet -> the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Request(BaseModel):
+    """A request body: unknown fields are kept only to be judged."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        fields = cast(dict[str, object], body)
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _judge_extra_fields(self) -> _Request:
+        for name, value in (self.model_extra or {}).items():
+            if name not in UNSUPPORTED:
+                log.debug("ignored the unknown request field %r", name[:100])
+            elif not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
+                raise ApiError(400, f"{name} is not supported by this server yet", param=name)
+        return self
+
+
+def _same(value: object, neutral: object) -> bool:
+    # logprobs: 0 asks for something, logprobs: false does not.
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _check_prompt(value: Any) -> Any:
+    """Accept str, list[str], list[int] and list[list[int]] with one clear message for the rest."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        items = cast(list[object], value)
+        if all(isinstance(item, str) for item in items) or _are_ids(items):
+            return items
+        if all(isinstance(item, list) and _are_ids(cast(list[object], item)) for item in items):
+            return items
+    raise ValueError(
+        "a prompt is a string, a non-empty list of strings, a non-empty list of token ids, "
+        "or a list of such lists"
+    )
+
+
+def _are_ids(items: list[object]) -> bool:
+    return all(type(item) is int for item in items)  # bool is a subclass of int
+
+
+Prompt = Annotated[
+    Any,  # str | list[str] | list[int] | list[list[int]]; a union would report every member
+    BeforeValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                {"type": "array", "minItems": 1, "items": {"type": "integer"}},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"type": "array", "items": {"type": "integer"}},
+                },
+            ]
+        }
+    ),
+]
+
+
+def _check_stop(value: Any) -> Any:
+    stops = cast(list[object], value) if isinstance(value, list) else [value]
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stops)}")
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
+            raise ValueError(
+                f"a stop string has 1 to {MAX_STOP_LENGTH} characters; stop is one or a list of "
+                f"up to {MAX_STOP_STRINGS}"
+            )
+    return stops
+
+
+Stop = Annotated[
+    list[str],
+    BeforeValidator(_check_stop),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS},
+            ]
+        }
+    ),
+]
+
+MaxTokens = Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class StreamOptions(_Schema):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+
+
+class _Generate(_Request):
+    """The fields that completions and chat share. None means the default."""
+
+    max_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    kv_placement: Placement = "auto"
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> _Generate:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(
+                400, "stream_options is only allowed with stream: true", param="stream_options"
+            )
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        """The parameters of one choice; max_tokens is already fitted to the context."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=0 if self.top_k is None else self.top_k,
+            seed=self.seed,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            kv_placement=self.kv_placement,
+        )
+
+
+class CompletionRequest(_Generate):
+    """Body of POST /v1/completions."""
+
+    DEFAULT_MAX_TOKENS: ClassVar[int] = 16
+
+    prompt: Prompt
+    add_special_tokens: bool = True
+
+
+def _check_content(value: Any) -> Any:
+    """Accept a text or a list of text parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("content is a string or a list of text parts")
+    for number, item in enumerate(cast(list[object], value)):
+        part = cast(dict[str, object], item) if isinstance(item, dict) else {}
+        kind = part.get("type")
+        if kind == "text" and isinstance(part.get("text"), str):
+            continue
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"part {number} is {kind[:40]!r}: only text parts are supported")
+        raise ValueError(f'part {number} must be {{"type": "text", "text": "..."}}')
+    return cast(list[object], value)
+
+
+Content = Annotated[
+    Any,  # str | list of {"type": "text", "text": str}
+    BeforeValidator(_check_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {
+                            "type": {"type": "string", "const": "text"},
+                            "text": {"type": "string"},
+                        },
+                    },
+                },
+            ]
+        }
+    ),
+]
+
+
+class FunctionCall(_Schema):
+    """A tool call in the history of a conversation; arguments is JSON text."""
+
+    name: str
+    arguments: str
+
+    @model_validator(mode="after")
+    def _arguments_are_json(self) -> FunctionCall:
+        try:
+            json.loads(self.arguments)
+        except ValueError as error:
+            raise ValueError(f"arguments must be JSON text: {error}") from None
+        return self
+
+
+class ToolCall(_Schema):
+    """One call that an assistant made earlier."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class InputMessage(_Schema):
+    """From the system, the developer or the user."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(_Schema):
+    """What the model said earlier."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("an assistant message needs content or tool_calls")
+        return self
+
+
+class ToolMessage(_Schema):
+    """What a tool answered earlier."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str | None = None
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Message = Annotated[InputMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class ChatRequest(_Generate):
+    """Body of POST /v1/chat/completions. max_completion_tokens wins over max_tokens."""
+
+    messages: Messages
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    max_completion_tokens: MaxTokens | None = None
+
+
+class TokenizeRequest(_Request):
+    """Body of POST /tokenize: a text or a conversation.
+
+    add_special_tokens defaults to true for a text; a template writes its special tokens itself.
+    """
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Request):
+    """Body of POST /detokenize."""
+
+    tokens: list[int]
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(schema: type[Body], raw: bytes) -> Body:
+    """A request body as `schema`. Raises ApiError 400 with the path of the fault."""
+    try:
+        return schema.model_validate_json(raw)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "json_invalid":
+        raise ApiError(400, f"the body is not valid JSON: {message.removeprefix('Invalid JSON: ')}")
+    path = _path(fault["loc"])
+    if fault["type"].startswith("union_tag"):
+        path, message = path + ".role", f"must be one of {', '.join(ROLES)}"
+    where = f"{path}: " if path else ""
+    raise ApiError(400, where + message, param=path or None)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """messages[0].content for ("messages", 0, "user", "content", "str")."""
+    path = ""
+    for before, part in zip((None, *location), location, strict=False):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not (isinstance(before, int) and part in ROLES) and part.isidentifier():
+            path += f".{part}" if path else part
+    return path

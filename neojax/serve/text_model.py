@@ -1,0 +1,101 @@
+"""Text in and out of one checkpoint: tokenizer, chat template and the detokenizer of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from neojax.hub import resolve_checkpoint
+from neojax.sampling_params import SamplingParams
+from neojax.serve.errors import ApiError
+from neojax.text.chat_template import render_chat
+from neojax.text.detokenizer import Detokenizer
+from neojax.text.tokenizer import Tokenizer
+
+# Above this many characters a text is encoded in a thread, so that streams keep flowing.
+_LONG_TEXT = 4096
+
+
+class TextModel:
+    """A checkpoint as the HTTP process sees it. Faults of a client's text are ApiErrors."""
+
+    def __init__(self, tokenizer: Tokenizer, checkpoint: Path | None) -> None:
+        self.tokenizer = tokenizer
+        self.checkpoint = checkpoint
+
+    @classmethod
+    def load(cls, model: str) -> TextModel:
+        """Fetch the checkpoint of `model` if need be and read its tokenizer; blocks."""
+        checkpoint = resolve_checkpoint(model)
+        return cls(Tokenizer.from_checkpoint(checkpoint), checkpoint)
+
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids of a text."""
+        try:
+            if len(text) > _LONG_TEXT:
+                return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens)
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation. The template writes the special tokens itself."""
+        template = self.tokenizer.chat_template
+        if not template:
+            raise ApiError(
+                400,
+                "this model has no chat template: use /v1/completions, or serve an instruct model",
+                param="messages",
+            )
+        reserved = {"messages", "template", "add_generation_prompt", "bos_token", "eos_token"}
+        if reserved & kwargs.keys():
+            names = ", ".join(sorted(reserved & kwargs.keys()))
+            raise ApiError(
+                400,
+                f"chat_template_kwargs may not set {names}",
+                param="chat_template_kwargs",
+            )
+        try:
+            text = render_chat(
+                template,
+                [_for_template(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self.tokenizer.bos_token,
+                eos_token=self.tokenizer.eos_token,
+                **kwargs,
+            )
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, f"chat template: {error}", param="messages") from None
+        return await self.encode(text, add_special_tokens=add_special_tokens, param="messages")
+
+    def detokenizer(self, params: SamplingParams, prompt_ids: Sequence[int]) -> Detokenizer:
+        """A fresh detokenizer for one choice; its text continues the prompt's."""
+        return Detokenizer(self.tokenizer, params, prompt_ids)
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Tool calls carry their arguments as objects: templates print them with tojson."""
+    shown = {name: value for name, value in message.items() if value is not None}
+    shown.setdefault("content", "")
+    if "tool_calls" in shown:
+        shown["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.loads(call["function"]["arguments"]),
+                },
+            }
+            for call in shown["tool_calls"]
+        ]
+    return shown

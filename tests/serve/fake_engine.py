@@ -1,0 +1,234 @@
+"""An engine process without a model: speaks the engine's protocol and says what the prompt asks.
+
+A prompt may hold a script, a JSON object in double square brackets:
+    [[{"say": "text", "delay": 0.01}]]
+say: text to generate, then EOS; without it letters for ever. delay: seconds per token. wait:
+seconds before the first. per: tokens per message. stall/die/fail/error: after so many tokens,
+stop sending anything, exit at once, send Failed, or end the request with an error. host: placed
+on the host.
+
+Started by tests in place of `python -m neojax.engine`; options of its own come before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import msgspec
+import zmq
+
+from neojax.engine.messages import (
+    Abort,
+    AddRequest,
+    Failed,
+    Ready,
+    RequestTokens,
+    Shutdown,
+    Stats,
+    ToEngine,
+    Tokens,
+)
+from tests.tiny_checkpoint import EOS, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+EOS_ID = TOKENIZER.token_to_id(EOS)
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+@dataclass
+class Script:
+    """What one prompt asks for."""
+
+    say: str | None = None
+    delay: float = 0.0
+    wait: float = 0.0
+    per: int = 1
+    stall: int | None = None
+    die: int | None = None
+    fail: int | None = None
+    error: int | None = None
+    host: bool = False
+
+    @classmethod
+    def of(cls, prompt: str) -> Script:
+        found = re.findall(r"\[\[(\{.*?\})\]\]", prompt, re.DOTALL)
+        return cls(**json.loads(found[-1])) if found else cls()
+
+
+@dataclass
+class Request:
+    """A request in the fake's batch or queue."""
+
+    message: AddRequest
+    script: Script
+    tokens: list[int] = field(default_factory=list)
+    num_sent: int = 0
+    due_s: float = 0.0
+
+    def token(self, position: int) -> int:
+        return self.tokens[position % len(self.tokens)]
+
+
+class FakeEngine:
+    """The engine's side of both sockets."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        start = json.loads(sys.stdin.readline())
+        self.config = start["config"]
+        context = zmq.Context()
+        self.inbox = context.socket(zmq.PULL)
+        self.outbox = context.socket(zmq.PUSH)
+        self.inbox.connect(start["endpoint_in"])
+        self.outbox.connect(start["endpoint_out"])
+        self.requests: dict[str, Request] = {}
+        self.num_prompt = self.num_generated = self.num_steps = self.num_device = self.num_host = 0
+        self.last_step_s = time.time()
+        self.last_stats_s = 0.0
+        self.is_stalled = False
+        threading.Thread(target=self.end_with_parent, daemon=True).start()
+
+    def end_with_parent(self) -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    def log(self, event: str, **fields: object) -> None:
+        if self.options.log:
+            with open(self.options.log, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, **fields}) + "\n")
+
+    def run(self) -> None:
+        if self.options.fail_start:
+            self.send(Failed("no memory left: 3 GiB asked, 1 GiB there"))
+            time.sleep(0.1)
+            sys.exit(3)
+        time.sleep(self.options.ready_delay)
+        env = {name: os.environ[name] for name in os.environ if name.startswith("XLA_")}
+        self.log("start", pid=os.getpid(), config=self.config, env=env)
+        context_length = self.config["max_model_len"] or 512
+        self.send(Ready(context_length, TOKENIZER.get_vocab_size(), "fake", 100, 50, 16, 0.0))
+        poller = zmq.Poller()
+        poller.register(self.inbox, zmq.POLLIN)
+        while True:
+            now = time.time()
+            timeout_s = min([0.05, *(r.due_s - now for r in self.running())])
+            if poller.poll(max(0, timeout_s * 1000)):
+                while self.inbox.poll(0):
+                    self.receive(msgspec.msgpack.decode(self.inbox.recv(), type=ToEngine))
+            if not self.is_stalled:
+                self.step()
+                self.send_stats()
+
+    def running(self) -> list[Request]:
+        return list(self.requests.values())[: self.config["max_num_seqs"]]
+
+    def receive(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                prompt = TOKENIZER.decode(message.prompt_ids, skip_special_tokens=False)
+                self.log("add", id=message.request_id, prompt=prompt, params=message.params)
+                script = Script.of(prompt)
+                text = LETTERS if script.say is None else script.say + EOS
+                request = Request(message, script, TOKENIZER.encode(text).ids)
+                request.due_s = time.time() + script.wait
+                self.requests[message.request_id] = request
+                self.num_prompt += len(message.prompt_ids)
+                self.num_host += script.host
+                self.num_device += not script.host
+            case Abort():
+                self.log("abort", id=message.request_id)
+                self.requests.pop(message.request_id, None)
+            case Shutdown():
+                self.log("shutdown")
+                os._exit(0)
+
+    def step(self) -> None:
+        now = time.time()
+        outputs = [self.advance(r, now) for r in self.running() if r.due_s <= now]
+        outputs = [output for output in outputs if output is not None]
+        if outputs:
+            self.num_steps += 1
+            self.last_step_s = time.time()
+            self.send(Tokens(outputs))
+
+    def advance(self, request: Request, now: float) -> RequestTokens | None:
+        script, message = request.script, request.message
+        ids: list[int] = []
+        reason: str | None = None
+        stop_reason = None
+        for _ in range(script.per):
+            if request.num_sent == script.stall:
+                self.is_stalled = True
+                return None
+            if request.num_sent == script.die:
+                os._exit(9)
+            if request.num_sent == script.fail:
+                self.send(Failed("the device fell off the bus"))
+                time.sleep(0.2)
+                os._exit(4)
+            if request.num_sent == script.error:
+                del self.requests[message.request_id]
+                return RequestTokens(message.request_id, [], "error", message="NaN in the logits")
+            token = request.token(request.num_sent)
+            request.num_sent += 1
+            self.num_generated += 1
+            ids.append(token)
+            if token in message.params["stop_token_ids"]:
+                reason, stop_reason = "stop", token
+            elif token == EOS_ID and not message.params["ignore_eos"]:
+                reason = "stop"
+            elif request.num_sent == message.params["max_tokens"]:
+                reason = "length"
+            if reason is not None:
+                del self.requests[message.request_id]
+                break
+        request.due_s = now + script.delay
+        placement = "host" if script.host else "device"
+        return RequestTokens(message.request_id, ids, reason, stop_reason, placement)
+
+    def send_stats(self) -> None:
+        now = time.time()
+        if now - self.last_stats_s < (0.1 if self.requests else 0.3):
+            return
+        self.last_stats_s = now
+        running = self.running()
+        on_host = sum(r.script.host for r in running)
+        self.send(
+            Stats(
+                num_running_device=len(running) - on_host,
+                num_running_host=on_host,
+                num_waiting=len(self.requests) - len(running),
+                device_kv_usage=min(1.0, len(running) / 10),
+                host_kv_usage=min(1.0, on_host / 10),
+                num_preemptions=0,
+                prompt_tokens=self.num_prompt,
+                generation_tokens=self.num_generated,
+                steps_device_only=self.num_steps,
+                steps_pipelined=0,
+                num_compiles_after_ready=0,
+                requests_placed_device=self.num_device,
+                requests_placed_host=self.num_host,
+                last_step_unix_s=self.last_step_s,
+            )
+        )
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.outbox.send(msgspec.msgpack.encode(message))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--log")
+    parser.add_argument("--ready-delay", type=float, default=0.0)
+    parser.add_argument("--fail-start", action="store_true")
+    FakeEngine(parser.parse_args()).run()

@@ -1,0 +1,147 @@
+"""A server process under test: the real HTTP process over the fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+COMMAND = Path(__file__).with_name("fake_server.py")
+
+
+class RunningServer:
+    """A started server; `url` is known once it listens."""
+
+    def __init__(self, checkpoint: Path, log: Path, fake: list[str], flags: list[str]) -> None:
+        self.engine_log = log
+        command = [sys.executable, str(COMMAND), "--log", str(log), *fake, "--"]
+        command += [str(checkpoint), "--port", "0", "--served-model-name", "tiny", *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_env())
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = wait_for(self._listening, "the server did not listen")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+
+    def _listening(self) -> str | None:
+        found = re.search(r"listening on (http://\S+),", self.stderr)
+        return found[1] if found else None
+
+    @property
+    def stderr(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_ready(self) -> RunningServer:
+        wait_for(lambda: self.get("/health").status_code == 200, "the server did not get ready")
+        return self
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=10, **kwargs)
+
+    def post(self, path: str, body: object, **kwargs: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **kwargs)
+
+    def complete(self, prompt: object = "1 2 3", **fields: object) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": prompt, **fields})
+
+    def chat(self, content: object, **fields: object) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return self.post("/v1/chat/completions", {"messages": messages, **fields})
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What the fake engine received."""
+        if not self.engine_log.exists():
+            return []
+        lines = self.engine_log.read_text(encoding="utf-8").splitlines()
+        return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a series; labels may leave some out if one series matches."""
+        found = [
+            float(line.rsplit(" ", 1)[1])
+            for line in self.get("/metrics").text.splitlines()
+            if re.match(rf"neojax:{name}[{{ ]", line)
+            and all(f'{key}="{value}"' in line for key, value in labels.items())
+        ]
+        assert len(found) == 1, (name, labels, found)
+        return found[0]
+
+    def is_alive(self) -> bool:
+        """Whether a plain request is answered and /health is green."""
+        reply = self.complete("1 2 3", max_tokens=4)
+        return reply.status_code == 200 and self.get("/health").status_code == 200
+
+    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 15) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signum)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 15) -> int:
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the server did not end:\n{self.stderr}") from None
+        finally:
+            self._reader.join(5)
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+        return code
+
+
+@contextlib.contextmanager
+def serving(
+    checkpoint: Path, directory: Path, *flags: str, fake: tuple[str, ...] = ()
+) -> Iterator[RunningServer]:
+    """A ready server with these flags; ended at the end, however the test ended it."""
+    server = RunningServer(checkpoint, directory / "engine.log", list(fake), list(flags))
+    try:
+        yield server.wait_ready()
+    finally:
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+
+
+def script(**fields: object) -> str:
+    """A prompt that tells the fake engine what to do."""
+    return f"[[{json.dumps(fields, ensure_ascii=False)}]]"
+
+
+def wait_for(condition: Any, message: str, timeout_s: float = 10) -> Any:
+    """Poll until the condition is true; its value."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(httpx.TransportError):
+            if value := condition():
+                return value
+        time.sleep(0.02)
+    raise AssertionError(message)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def _env() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("NEOJAX_")}

@@ -1,0 +1,379 @@
+"""Every bad request is a JSON 4xx that names the fault, and the server serves on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.running_server import RunningServer, script
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+def expect_error(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error object of a reply, checked for OpenAI's shape."""
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    error = json.loads(reply.content.decode("utf-8"))["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["a", ""], [1, "a"], None, 7, {}])
+def test_a_prompt_without_tokens_is_refused(server: RunningServer, prompt: object):
+    error = expect_error(server.complete(prompt))
+    assert error["type"] == "BadRequestError"
+    assert error["param"] == "prompt"
+
+
+@pytest.mark.parametrize("ids", [[259], [-1], [2**40], [[1], [259]]])
+def test_token_ids_outside_the_vocabulary_are_refused(server: RunningServer, ids: object):
+    assert "0..258" in expect_error(server.complete(ids))["message"]
+
+
+@pytest.mark.parametrize("ids", [[True], [1.5], [[1], 2], [None]])
+def test_token_ids_that_are_no_integers_are_refused(server: RunningServer, ids: object):
+    assert expect_error(server.complete(ids))["param"] == "prompt"
+
+
+@pytest.mark.parametrize("value", [0, -1, "ten", 1.5, 2**63, True, []])
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_impossible_max_tokens_are_refused(server: RunningServer, field: str, value: object):
+    assert expect_error(server.chat("hi", **{field: value}))["param"] == field
+    if field == "max_tokens":
+        assert expect_error(server.complete("hi", max_tokens=value))["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 1000),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("top_k", 1.0),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("stop", ""),
+        ("stop", ["a"] * 17),
+        ("stop", [1]),
+        ("stop", "x" * 2000),
+        ("stop_token_ids", [259]),
+        ("stop_token_ids", ["a"]),
+        ("n", 0),
+        ("n", 129),
+        ("kv_placement", "gpu"),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("ignore_eos", 1),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_refused_by_name(
+    server: RunningServer, field: str, value: object
+):
+    for path, body in [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [user("a")]})]:
+        error = expect_error(server.post(path, {**body, field: value}))
+        assert field in error["param"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("top_logprobs", 3),
+        ("best_of", 2),
+        ("logit_bias", {"191222": -100}),
+        ("logit_bias", {"abc": 1}),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("min_p", 0.1),
+        ("response_format", {"type": "json_object"}),
+        ("suffix", "x"),
+        ("echo", True),
+        ("prompt_logprobs", 1),
+    ],
+)
+def test_a_known_field_that_is_not_served_yet_is_refused(
+    server: RunningServer, field: str, value: object
+):
+    error = expect_error(server.complete("a", **{field: value}))
+    assert error["param"] == field
+    assert "not supported" in error["message"]
+
+
+def test_neutral_values_null_and_unknown_fields_are_accepted(server: RunningServer):
+    neutral = {
+        "n": 1,
+        "best_of": 1,
+        "logprobs": None,
+        "echo": False,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "tools": None,
+        "stop": None,
+        "temperature": None,
+        "ignore_eos": None,
+        "user": "me",
+        "an_unknown_field": {"a": 1},
+    }
+    assert server.complete("a", **neutral).status_code == 200
+
+
+def test_zero_max_tokens_with_echo_and_logprobs_is_a_clean_400(server: RunningServer):
+    expect_error(server.complete("Answer: yes", max_tokens=0, echo=True, logprobs=1))
+
+
+@pytest.mark.parametrize("length", [512, 562])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_longer_than_the_context_is_a_400_with_both_numbers(
+    server: RunningServer, length: int, stream: bool
+):
+    error = expect_error(server.complete([7] * length, stream=stream))
+    assert "context_length_exceeded" in error["message"]
+    assert str(length) in error["message"]
+    assert "512" in error["message"]
+    error = expect_error(server.chat("x" * length, stream=stream))
+    assert "context_length_exceeded" in error["message"]
+    assert error["param"] == "messages"
+
+
+def test_the_last_place_of_the_context_gives_one_token(server: RunningServer):
+    reply = server.complete([7] * 511).json()
+    assert reply["usage"] == {"prompt_tokens": 511, "completion_tokens": 1, "total_tokens": 512}
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("asked", [1024, 2**31 - 1, 2**63 - 1])
+def test_max_tokens_beyond_the_context_is_clamped_in_both_apis(server: RunningServer, asked: int):
+    reply = server.complete([7] * 500, max_tokens=asked, ignore_eos=True).json()
+    assert reply["usage"]["completion_tokens"] == 12
+    assert reply["choices"][0]["finish_reason"] == "length"
+    chat = server.chat("x" * 400, max_completion_tokens=asked, ignore_eos=True).json()
+    assert chat["usage"]["total_tokens"] == 512
+
+
+def test_chat_without_max_tokens_runs_to_the_end_of_the_context(server: RunningServer):
+    usage = server.chat("letters").json()["usage"]
+    assert usage["total_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b'"prompt"',
+        b"{",
+        b'{"prompt": "a"',
+        b'{"prompt": "\xc4\xe3"}',
+        b'{"prompt": "\\ud83d"}',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": ' + b"[" * 100_000 + b"}",
+        b"\x00" * 100,
+        "prompt=a".encode("utf-16"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(server: RunningServer, raw: bytes):
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+        reply = httpx.post(server.url + path, content=raw, headers=JSON, timeout=10)
+        assert expect_error(reply)["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+def test_numbers_that_are_none_are_refused(server: RunningServer, number: bytes):
+    raw = b'{"prompt": "a", "temperature": ' + number + b"}"
+    reply = httpx.post(server.url + COMPLETIONS, content=raw, headers=JSON, timeout=10)
+    assert expect_error(reply)["param"] == "temperature"
+
+
+def test_a_null_character_in_a_prompt_is_text_like_any_other(server: RunningServer):
+    assert server.complete("a\0b").status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_another_content_type_is_refused(server: RunningServer, kind: str | None):
+    headers = {} if kind is None else {"Content-Type": kind}
+    reply = httpx.post(server.url + COMPLETIONS, content=b'{"prompt":"a"}', headers=headers)
+    assert "application/json" in expect_error(reply)["message"]
+
+
+def user(content: object) -> dict[str, object]:
+    return {"role": "user", "content": content}
+
+
+BAD_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "path"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        (None, "messages"),
+        ([{}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": 7, "content": "x"}], "messages[0].role"),
+        ([{"role": "king", "content": "x"}], "messages[0].role"),
+        ([user("a"), user(7)], "messages[1].content"),
+        ([user(None)], "messages[0].content"),
+        ([{"role": "assistant", "content": None}], "messages[0]"),
+        ([{"role": "assistant", "tool_calls": [BAD_CALL]}], "messages[0].tool_calls[0].function"),
+        ([user([{"type": "text"}])], "messages[0].content"),
+        ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content"),
+    ],
+)
+def test_malformed_messages_are_refused_with_the_path_of_the_fault(
+    server: RunningServer, messages: object, path: str
+):
+    error = expect_error(server.post(CHAT, {"messages": messages}))
+    assert error["param"] == path
+
+
+def test_text_parts_and_tool_history_render_like_plain_strings(server: RunningServer):
+    plain = server.chat("ab", max_tokens=1).json()["usage"]
+    one_part = [{"type": "text", "text": "ab"}]
+    assert server.chat(one_part, max_tokens=1).json()["usage"] == plain
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert (
+        server.chat(parts, max_tokens=1).json()["usage"]["prompt_tokens"] - 1
+        <= (plain["prompt_tokens"])
+    )
+    good_call = {**BAD_CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}
+    history = [
+        user("a"),
+        {"role": "assistant", "content": None, "tool_calls": [good_call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+    ]
+    assert server.post(CHAT, {"messages": history, "max_tokens": 1}).status_code == 200
+    assert "None" not in server.events("add")[-1]["prompt"]
+
+
+def test_a_body_above_the_limit_is_refused_with_413(server: RunningServer):
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    reply = raw_request(server, f"{head}Content-Length: 100000000\r\n\r\n".encode())
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert b'"error"' in reply
+
+
+def test_a_chunked_body_above_the_limit_is_refused(server: RunningServer):
+    def pieces():
+        yield b'{"prompt": "'
+        for _ in range(40):
+            yield b"x" * 2**20
+
+    try:
+        reply = httpx.post(server.url + COMPLETIONS, content=pieces(), headers=JSON, timeout=20)
+    except httpx.TransportError:
+        return  # closed in our face, which is as good
+    expect_error(reply, 413)
+
+
+@pytest.mark.parametrize("num_headers", [1, 10_000])
+def test_oversized_headers_are_refused_without_being_stored(
+    server: RunningServer, num_headers: int
+):
+    size = 2_000_000 // num_headers
+    headers = "".join(f"X-{i}: {'x' * size}\r\n" for i in range(num_headers))
+    reply = raw_request(server, f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode())
+    assert reply == b"" or reply.split()[1].startswith(b"4")
+
+
+def raw_request(server: RunningServer, request: bytes) -> bytes:
+    """Send bytes and read until the server closes or 2 s pass."""
+    address = urlsplit(server.url)
+    reply = b""
+    with socket.create_connection((address.hostname, address.port), timeout=2) as sock:
+        try:
+            sock.sendall(request)
+            sock.shutdown(socket.SHUT_WR)
+            while piece := sock.recv(65536):
+                reply += piece
+        except OSError:
+            pass
+    return reply
+
+
+def test_a_request_id_comes_back_and_a_bad_one_is_replaced(server: RunningServer):
+    given = server.get("/v1/models", headers={"X-Request-Id": "abc-1"})
+    assert given.headers["x-request-id"] == "abc-1"
+    for bad in ("x" * 129, "a b", "\xe4"):
+        reply = server.get("/v1/models", headers={"X-Request-Id": bad.encode("latin-1")})
+        assert 0 < len(reply.headers["x-request-id"]) <= 64
+        assert reply.headers["x-request-id"] != bad
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405)],
+)
+def test_unknown_urls_and_methods_answer_in_the_same_shape(
+    server: RunningServer, method: str, path: str, status: int
+):
+    expect_error(httpx.request(method, server.url + path), status)
+
+
+def test_an_unknown_model_is_a_404_that_lists_the_served_one(
+    server: RunningServer, client: openai.OpenAI
+):
+    with pytest.raises(openai.NotFoundError, match="served: tiny") as caught:
+        client.completions.create(model="gpt-9", prompt="a")
+    assert caught.value.body["param"] == "model"  # type: ignore[index]
+    expect_error(server.get("/v1/models/gpt-9"), 404)
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_template_variables_that_would_replace_the_conversation_are_refused(
+    server: RunningServer,
+):
+    error = expect_error(server.chat("a", chat_template_kwargs={"messages": []}))
+    assert error["param"] == "chat_template_kwargs"
+    assert server.chat("a", chat_template_kwargs={"x": 1}, max_tokens=1).status_code == 200
+
+
+def test_tokenize_and_detokenize_are_inverse(server: RunningServer):
+    text = "héllo 🌶️"
+    reply = server.post("/tokenize", {"prompt": text}).json()
+    assert reply["count"] == len(reply["tokens"]) == len(text.encode())
+    assert reply["max_model_len"] == 512
+    assert server.post("/detokenize", {"tokens": reply["tokens"]}).json() == {"prompt": text}
+    chat = server.post("/tokenize", {"messages": [user(text)]}).json()
+    usage = server.chat(text, max_tokens=1).json()["usage"]
+    assert chat["count"] == usage["prompt_tokens"]
+    expect_error(server.post("/tokenize", {}))
+    expect_error(server.post("/tokenize", {"prompt": "a", "messages": [user("a")]}))
+    assert expect_error(server.post("/detokenize", {"tokens": [999]}))["param"] == "tokens"
+
+
+def test_bad_requests_do_not_hurt_the_neighbours(server: RunningServer):
+    with httpx.stream(
+        "POST",
+        server.url + COMPLETIONS,
+        json={"prompt": script(delay=0.005), "max_tokens": 100, "stream": True},
+        timeout=20,
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        for body in ({"prompt": [999]}, {"prompt": ""}, {"prompt": "a", "max_tokens": -1}):
+            expect_error(server.post(COMPLETIONS, body))
+        texts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert texts[-1]["choices"][0]["finish_reason"] == "length"
