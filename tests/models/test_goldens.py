@@ -1,0 +1,115 @@
+"""Logits against Hugging Face transformers, in float32, from stored files.
+
+Errors are relative to the largest logit of a position: max |ours - theirs| / max |theirs| < 1e-4,
+and as vectors: ||ours - theirs|| / ||theirs|| < 1e-4.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from neojax.models.checkpoint import load_model
+from neojax.models.config import ModelConfig
+from neojax.models.llama import Llama
+from tests.models import golden_models
+from tests.models.attention import causal_attend
+
+TOLERANCE = 1e-4
+
+
+def load(path: Path) -> Llama:
+    config = ModelConfig.from_checkpoint(path)
+    return load_model(path, config, dtype=jnp.float32, progress=False)
+
+
+def logits_of(model: Llama, ids: np.ndarray) -> np.ndarray:
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state, ids, positions):
+        return nnx.merge(graphdef, state)(ids, positions, causal_attend)
+
+    return np.asarray(forward(state, jnp.asarray(ids), jnp.arange(len(ids), dtype=jnp.int32)))
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
+    error = np.abs(ours - theirs).max(-1) / np.abs(theirs).max(-1)
+    assert error.max() < TOLERANCE
+    assert (np.linalg.norm(ours - theirs, axis=-1) < TOLERANCE * np.linalg.norm(theirs)).all()
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(golden_models.GOLDENS / f"{name}.npz"))
+
+
+def gguf_checkpoint(path: Path, name: str) -> Path:
+    """The same tiny model as llama.cpp's converter writes it: q and k rows paired for its rope."""
+    config = golden_models.CONFIGS[name]
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads["q"])
+    writer.add_head_count_kv(heads["k"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for hf_name, tensor in golden_models.weights(config).items():
+        for kind, count in heads.items():
+            if f"{kind}_proj" in hf_name:
+                rows, columns = tensor.shape
+                halves = tensor.reshape(count, 2, rows // count // 2, columns)
+                tensor = halves.swapaxes(1, 2).reshape(rows, columns)
+        writer.add_tensor(names.get_name(hf_name, (".weight",)), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", golden_models.CONFIGS)
+def test_logits_of_tiny_models_equal_transformers(tmp_path, name):
+    model = load(golden_models.write_checkpoint(tmp_path, name))
+    ours = logits_of(model, golden_models.prompt_ids(name))
+    assert_close(ours[golden_models.LOGIT_POSITIONS], golden(name)["logits"])
+
+
+@pytest.mark.parametrize("name", ["mha_h64", "gqa3_h64", "gqa4_h128"])
+def test_logits_of_tiny_gguf_models_equal_transformers(tmp_path, name):
+    model = load(gguf_checkpoint(tmp_path / "tiny.gguf", name))
+    ours = logits_of(model, golden_models.prompt_ids(name))
+    assert_close(ours[golden_models.LOGIT_POSITIONS], golden(name)["logits"])
+
+
+@pytest.fixture(scope="module")
+def smollm2(default_checkpoint: Path) -> Llama:
+    """The default model in float32."""
+    return load(default_checkpoint)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_logits_of_the_default_model_equal_transformers(smollm2, number):
+    expected = golden(f"smollm2_prompt{number}")
+    assert_close(logits_of(smollm2, expected["ids"])[-2:], expected["logits"])
+
+
+def test_greedy_text_of_the_default_model_equals_transformers_where_the_margin_is_wide(smollm2):
+    expected = golden("smollm2_greedy")
+    prompt, continuation = expected["prompt"], expected["continuation"]
+    assert expected["margins"].min() > 0.05
+    logits = logits_of(smollm2, np.concatenate([prompt, continuation]))
+    np.testing.assert_array_equal(logits[len(prompt) - 1 : -1].argmax(-1), continuation)
