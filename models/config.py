@@ -37,11 +37,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (not isinstance(value, int) or value < 1):
-                raise ValueError(
-                    f"{self.name}: {field.name} must be a whole number above 0, got {value!r}"
-                )
+            if field.type == "int" and getattr(self, field.name) < 1:
+                value = getattr(self, field.name)
+                raise ValueError(f"{self.name}: {field.name} must be above 0, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.name}: num_heads {self.num_heads} is not a multiple of num_kv_heads "

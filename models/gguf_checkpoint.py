@@ -47,7 +47,9 @@ class GgufCheckpoint:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Tensor names and shapes in file order."""
-        return {name: self._file.shape(stored) for name, stored in self._stored_names.items()}
+        return {
+            name: self._file.tensors[stored].shape for name, stored in self._stored_names.items()
+        }
 
     def read(self, name: str) -> np.ndarray:
         """A tensor's values, float32."""

@@ -49,6 +49,8 @@ def parse_config(raw: dict[str, Any], name: str) -> ModelConfig:
     ):
         if key not in raw:
             raise ValueError(f"{key} is missing")
+        if not isinstance(raw[key], int):
+            raise ValueError(f"{key} must be a whole number, got {raw[key]!r}")
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     if "head_dim" not in raw and hidden_size % num_heads:
         raise ValueError(
