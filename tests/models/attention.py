@@ -1,9 +1,13 @@
-"""The plain dense causal attention that model tests plug into the `attend` hook."""
+"""Plain dense causal attention for the `attend` hook, and the logits that a model gives with it."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from neojax.models.llama import Llama
 
 
 def causal_attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -15,3 +19,15 @@ def causal_attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.A
     visible = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))[None]
     weights = jax.nn.softmax(jnp.where(visible, scores * head_dim**-0.5, -jnp.inf), axis=-1)
     return jnp.einsum("nts,snh->tnh", weights.astype(v.dtype), v)
+
+
+def logits_of(model: Llama, ids: np.ndarray, first_position: int = 0) -> np.ndarray:
+    """float32 [T, V] of a prompt. Compiled, since tiny operations one by one take longer."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state, ids, positions):
+        return nnx.merge(graphdef, state)(ids, positions, causal_attend)
+
+    positions = np.arange(first_position, first_position + len(ids), dtype=np.int32)
+    return np.asarray(forward(state, ids, positions))

@@ -9,17 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
 from neojax.models.llama import Llama
 from tests.models import golden_models
-from tests.models.attention import causal_attend
+from tests.models.attention import logits_of
 
 TOLERANCE = 1e-4
 
@@ -27,16 +25,6 @@ TOLERANCE = 1e-4
 def load(path: Path) -> Llama:
     config = ModelConfig.from_checkpoint(path)
     return load_model(path, config, dtype=jnp.float32, progress=False)
-
-
-def logits_of(model: Llama, ids: np.ndarray) -> np.ndarray:
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def forward(state, ids, positions):
-        return nnx.merge(graphdef, state)(ids, positions, causal_attend)
-
-    return np.asarray(forward(state, jnp.asarray(ids), jnp.arange(len(ids), dtype=jnp.int32)))
 
 
 def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:

@@ -11,18 +11,18 @@ from flax import nnx
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
 from neojax.models.llama import Llama
-from tests.models.attention import causal_attend
+from tests.models.attention import causal_attend, logits_of
 
 CONFIG = ModelConfig(
     vocab_size=97,
     hidden_size=48,
     intermediate_size=80,
-    num_layers=3,
+    num_layers=2,
     num_heads=6,
     num_kv_heads=2,
     head_dim=16,
 )
-IDS = jnp.array([5, 0, 96, 17, 17, 3, 42], jnp.int32)
+IDS = np.array([5, 0, 96, 17, 17, 3, 42], np.int32)
 POSITIONS = jnp.arange(7, dtype=jnp.int32)
 
 
@@ -33,19 +33,14 @@ def dummy(dtype=jnp.float32, **overrides) -> Llama:
 
 def test_logits_of_a_prefix_do_not_depend_on_what_follows():
     model = dummy()
-    whole = model(IDS, POSITIONS, causal_attend)
-    prefix = model(IDS[:4], POSITIONS[:4], causal_attend)
+    whole, prefix = logits_of(model, IDS), logits_of(model, IDS[:4])
     np.testing.assert_allclose(whole[:4], prefix, rtol=1e-5, atol=1e-6)
 
 
 def test_only_differences_of_positions_matter():
     model = dummy()
-    np.testing.assert_allclose(
-        model(IDS, POSITIONS, causal_attend),
-        model(IDS, POSITIONS + 100, causal_attend),
-        rtol=1e-3,
-        atol=1e-5,
-    )
+    here, there = logits_of(model, IDS), logits_of(model, IDS, first_position=100)
+    np.testing.assert_allclose(here, there, rtol=1e-3, atol=1e-5)
 
 
 def test_a_block_calls_its_hook_once_and_splits_into_two_stages_under_jit():
@@ -92,14 +87,16 @@ def test_every_layer_has_the_same_graph_so_one_program_serves_all():
 def test_hidden_states_keep_the_parameter_type_and_logits_are_float32(dtype):
     model = dummy(dtype)
     assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(dtype)}
-    hidden = model.embed(IDS)
-    assert hidden.dtype == dtype
-    block = model.layers[0]
-    assert block(hidden, POSITIONS, lambda q, k, v: causal_attend(0, q, k, v)).dtype == dtype
-    logits = model(IDS, POSITIONS, causal_attend)
-    assert logits.dtype == jnp.float32
-    wide = dummy(jnp.float32)(IDS, POSITIONS, causal_attend)
-    np.testing.assert_allclose(logits, wide, atol=0.05 * float(jnp.abs(wide).max()))
+
+    def after_a_layer(model):
+        hidden = model.embed(jnp.asarray(IDS))
+        assert hidden.dtype == dtype
+        return model.layers[0](hidden, POSITIONS, lambda q, k, v: causal_attend(0, q, k, v))
+
+    assert jax.eval_shape(after_a_layer, model).dtype == dtype
+    logits, wide = logits_of(model, IDS), logits_of(dummy(jnp.float32), IDS)
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits, wide, atol=0.05 * np.abs(wide).max())
 
 
 def test_tied_logits_are_the_product_with_the_embedding():
