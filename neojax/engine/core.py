@@ -103,16 +103,17 @@ class EngineCore:
         Raises EngineDead after a second failure in quick succession.
         """
         plan = None
+        if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+            plan = self.scheduler.schedule()
         try:
-            if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
-                plan = self.scheduler.schedule()
             if plan is not None:
                 self._steps[plan.mode] += 1
                 self._in_flight.append((plan, self.runner.enqueue(plan)))
             if plan is not None and len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
                 return StepResult(plan, None, [])
             return StepResult(plan, *self._complete_oldest())
-        except (jax.errors.JaxRuntimeError, HostLaneError) as error:
+        # XLA turns an FFI error into ValueError where it runs the program on this thread.
+        except (jax.errors.JaxRuntimeError, ValueError, HostLaneError) as error:
             return StepResult(plan, None, self._recover(error, plan))
 
     def set_policy(self, name: str) -> None:

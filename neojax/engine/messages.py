@@ -41,8 +41,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 class RequestTokens(msgspec.Struct, frozen=True):
     """New tokens of one request.
 
-    finish_reason: None while it runs, then stop, length, abort or error. stop_reason: the stop
-    token's id, or None for EOS. message: the error's text when finish_reason is error.
+    finish_reason: None while it runs, then stop, length, abort, error, or rejected when the
+    request could never run. stop_reason: the stop token's id, or None for EOS. message: the
+    error's text when finish_reason is error or rejected.
     """
 
     request_id: str

@@ -49,6 +49,7 @@ class RunnerConfig:
     num_host_blocks: int
     layers_per_program: int
     cpu_threads: int | None = None
+    token_buckets: tuple[int, ...] | None = None  # padded sizes; None: `Buckets.of`
 
 
 class StepHandle:
@@ -96,6 +97,8 @@ class Runner:
         self._buckets = Buckets.of(
             config.max_num_batched_tokens, config.max_num_seqs, config.num_host_blocks > 0
         )
+        if config.token_buckets is not None:
+            self._buckets = dataclasses.replace(self._buckets, tokens=config.token_buckets)
         self.host: HostPool | None = None
         if config.num_host_blocks:
             self.host = HostPool(

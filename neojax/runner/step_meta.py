@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ class MetaLayout:
         """int32 values in the packed array."""
         return sum(math.prod(shape) for shape in self.fields().values())
 
-    def views(self, packed: np.ndarray | jax.Array) -> dict[str, np.ndarray]:
+    def views(self, packed: np.ndarray | jax.Array) -> dict[str, Any]:
         """The fields of a packed array; writable where it is numpy's."""
         views, offset = {}, 0
         for name, shape in self.fields().items():
