@@ -80,7 +80,9 @@ class StepHandle:
         return all(sampled.tokens.is_ready() for sampled in self._sampled)
 
     def logits(self) -> np.ndarray:
-        """Logits [rows, V] float32 of the sampled rows, where `enqueue` was asked for them."""
+        """Logits [rows, V] float32 of the sampled rows; ValueError if `enqueue` was not told."""
+        if any(sampled.logits is None for sampled in self._sampled):
+            raise ValueError("this step was enqueued without wants_logits")
         return np.concatenate(
             [np.asarray(s.logits)[:n] for s, n in zip(self._sampled, self._counts, strict=True)]
         )
