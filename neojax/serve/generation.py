@@ -12,6 +12,9 @@ from neojax.serve.errors import ApiError
 from neojax.serve.metrics import Metrics
 from neojax.serve.text_model import TextModel
 
+# rejected: the request as it stands can never run, which is the client's to change.
+_FAILURE_STATUS = {"rejected": 400, "error": 500, "abort": 503}
+
 
 class TextDelta(NamedTuple):
     """New text of one choice. The last one of a choice carries its finish_reason."""
@@ -106,9 +109,9 @@ class _ChoiceText:
     def take(self, arrival: Arrival) -> TextDelta:
         """The text that an arrival of tokens releases."""
         tokens = arrival.tokens
-        if tokens.finish_reason in ("error", "abort"):
-            self.finish(tokens.finish_reason)
-            status = 503 if tokens.finish_reason == "abort" or not tokens.message else 500
+        if tokens.finish_reason in _FAILURE_STATUS:
+            self.finish("abort" if tokens.finish_reason == "abort" else "error")
+            status = _FAILURE_STATUS[tokens.finish_reason]
             raise ApiError(status, tokens.message or "the request was aborted by the server")
         if tokens.token_ids:
             self._observe(arrival)

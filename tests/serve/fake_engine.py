@@ -4,8 +4,8 @@ A prompt may hold a script, a JSON object in double square brackets:
     [[{"say": "text", "delay": 0.01}]]
 say: text to generate, then EOS; without it letters for ever. delay: seconds per token. wait:
 seconds before the first. per: tokens per message. stall/die/fail/error: after so many tokens,
-stop sending anything, exit at once, send Failed, or end the request with an error. host: placed
-on the host.
+stop sending anything, exit at once, send Failed, or end the request with an error. reject: end it
+as one that could never run. host: placed on the host.
 
 Started by tests in place of `python -m neojax.engine`; options of its own come before.
 """
@@ -57,6 +57,7 @@ class Script:
     die: int | None = None
     fail: int | None = None
     error: int | None = None
+    reject: bool = False
     host: bool = False
 
     @classmethod
@@ -167,6 +168,9 @@ class FakeEngine:
         reason: str | None = None
         stop_reason = None
         for _ in range(script.per):
+            if script.reject:
+                del self.requests[message.request_id]
+                return RequestTokens(message.request_id, [], "rejected", message="never fits")
             if request.num_sent == script.stall:
                 self.is_stalled = True
                 return None

@@ -1,4 +1,4 @@
-"""A server process under test: the real HTTP process over the fake engine."""
+"""A server process under test, over the fake engine or the real one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COMMAND = Path(__file__).with_name("fake_server.py")
 class RunningServer:
     """A started server; `url` is known once it listens."""
 
-    def __init__(self, checkpoint: Path, log: Path, fake: list[str], flags: list[str]) -> None:
-        self.engine_log = log
-        command = [sys.executable, str(COMMAND), "--log", str(log), *fake, "--"]
-        command += [str(checkpoint), "--port", "0", "--served-model-name", "tiny", *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_env())
+    def __init__(self, command: list[str], engine_log: Path | None = None) -> None:
+        self.engine_log = engine_log
+        self.process = subprocess.Popen(
+            [*command, "--port", "0"], stderr=subprocess.PIPE, text=True, env=_env()
+        )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -46,8 +46,12 @@ class RunningServer:
     def stderr(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_ready(self) -> RunningServer:
-        wait_for(lambda: self.get("/health").status_code == 200, "the server did not get ready")
+    def wait_ready(self, timeout_s: float = 10) -> RunningServer:
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.stderr
+            return self.get("/health").status_code == 200
+
+        wait_for(is_ready, "the server did not get ready", timeout_s)
         return self
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
@@ -65,7 +69,7 @@ class RunningServer:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What the fake engine received."""
-        if not self.engine_log.exists():
+        if self.engine_log is None or not self.engine_log.exists():
             return []
         lines = self.engine_log.read_text(encoding="utf-8").splitlines()
         return [e for e in map(json.loads, lines) if e["event"] == kind]
@@ -91,6 +95,11 @@ class RunningServer:
             self.process.send_signal(signum)
         return self.wait(timeout_s)
 
+    def kill(self) -> None:
+        """End it however it is; nothing happens if it has ended."""
+        if self.process.poll() is None:
+            self.stop(signal.SIGKILL)
+
     def wait(self, timeout_s: float = 15) -> int:
         try:
             code = self.process.wait(timeout_s)
@@ -105,17 +114,25 @@ class RunningServer:
         return code
 
 
+def start_fake(
+    checkpoint: Path, directory: Path, *flags: str, fake: tuple[str, ...] = ()
+) -> RunningServer:
+    """A server over the fake engine, still loading; `fake` are the options of the engine."""
+    log = directory / "engine.log"
+    command = [sys.executable, str(COMMAND), "--log", str(log), *fake, "--"]
+    return RunningServer([*command, str(checkpoint), "--served-model-name", "tiny", *flags], log)
+
+
 @contextlib.contextmanager
 def serving(
     checkpoint: Path, directory: Path, *flags: str, fake: tuple[str, ...] = ()
 ) -> Iterator[RunningServer]:
-    """A ready server with these flags; ended at the end, however the test ended it."""
-    server = RunningServer(checkpoint, directory / "engine.log", list(fake), list(flags))
+    """A ready server over the fake engine; ended at the end, however the test ended it."""
+    server = start_fake(checkpoint, directory, *flags, fake=fake)
     try:
         yield server.wait_ready()
     finally:
-        if server.process.poll() is None:
-            server.stop(signal.SIGKILL)
+        server.kill()
 
 
 def script(**fields: object) -> str:

@@ -364,6 +364,12 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer):
     assert expect_error(server.post("/detokenize", {"tokens": [999]}))["param"] == "tokens"
 
 
+def test_a_request_that_the_engine_rejects_is_a_400(server: RunningServer):
+    for stream in (False, True):
+        error = expect_error(server.complete(script(reject=True), stream=stream))
+        assert error["message"] == "never fits"
+
+
 def test_bad_requests_do_not_hurt_the_neighbours(server: RunningServer):
     with httpx.stream(
         "POST",

@@ -21,6 +21,7 @@ from tests.serve.running_server import (
     is_running,
     script,
     serving,
+    start_fake,
     wait_for,
 )
 
@@ -49,8 +50,7 @@ def engine_pid(server: RunningServer) -> int:
 
 
 def test_the_server_listens_before_the_model_is_loaded(tiny_checkpoint: Path, tmp_path: Path):
-    fake = ["--ready-delay", "1.0"]
-    server = RunningServer(tiny_checkpoint, tmp_path / "log", fake, [])
+    server = start_fake(tiny_checkpoint, tmp_path, fake=("--ready-delay", "1.0"))
     try:
         reply = server.get("/health")
         assert reply.status_code == 503
@@ -67,7 +67,7 @@ def test_the_server_listens_before_the_model_is_loaded(tiny_checkpoint: Path, tm
 
 
 def test_a_signal_while_loading_ends_the_server_at_once(tiny_checkpoint: Path, tmp_path: Path):
-    server = RunningServer(tiny_checkpoint, tmp_path / "log", ["--ready-delay", "60"], [])
+    server = start_fake(tiny_checkpoint, tmp_path, fake=("--ready-delay", "60"))
     time.sleep(0.3)
     start_s = time.monotonic()
     assert server.stop() == 0
@@ -86,13 +86,13 @@ def test_a_taken_port_is_an_error_that_says_what_to_do(server: RunningServer):
 def test_an_engine_that_cannot_start_ends_the_server_with_its_message(
     tiny_checkpoint: Path, tmp_path: Path
 ):
-    server = RunningServer(tiny_checkpoint, tmp_path / "log", ["--fail-start"], [])
+    server = start_fake(tiny_checkpoint, tmp_path, fake=("--fail-start",))
     assert server.wait() == 1
     assert "no memory left: 3 GiB asked, 1 GiB there" in server.stderr
 
 
 def test_a_model_that_does_not_exist_ends_the_server_with_a_reason(tmp_path: Path):
-    server = RunningServer(tmp_path / "no-such-model", tmp_path / "log", [], [])
+    server = start_fake(tmp_path / "no-such-model", tmp_path)
     assert server.wait() == 1
     assert "cannot be loaded" in server.stderr
     assert "Traceback" not in server.stderr

@@ -1,0 +1,210 @@
+"""The default model through `python -m neojax.serve`: sensible answers, wherever the KV lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.running_server import RunningServer, is_running, wait_for
+
+# Fewer shapes to compile than by default; the first run on a machine compiles them all.
+CONTEXT = 256
+FLAGS = ("--max-model-len", f"{CONTEXT}", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+READY_TIMEOUT_S = 400
+# One block holds 16 tokens: one of the questions below fits, the others go to the host.
+TINY_DEVICE_POOL = ("--num-gpu-blocks-override", "6")
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "What is the capital of Italy?",
+    "Name a primary color.",
+    "How many days are in a week?",
+    "What do bees make?",
+    "Which planet do we live on?",
+    "What is the opposite of hot?",
+    "What is frozen water called?",
+)
+
+
+def start(*flags: str) -> RunningServer:
+    """A server over the real engine, still loading."""
+    return RunningServer([sys.executable, "-m", "neojax.serve", *FLAGS, *flags])
+
+
+@contextlib.contextmanager
+def real_server(*flags: str) -> Iterator[RunningServer]:
+    """A ready server over the real engine, which must end cleanly."""
+    server = start(*flags)
+    try:
+        yield server.wait_ready(READY_TIMEOUT_S)
+        assert server.stop(timeout_s=30) == 0, server.stderr
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(default_checkpoint: object) -> Iterator[RunningServer]:
+    """One server with a device pool that is large enough for all."""
+    with real_server() as running:
+        yield running
+
+
+def client_of(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def messages(question: str) -> list[Any]:
+    return [{"role": "user", "content": question}]
+
+
+def answers(server: RunningServer) -> list[str]:
+    """Greedy answers to all questions, asked at the same time."""
+    with client_of(server) as client, ThreadPoolExecutor(len(QUESTIONS)) as pool:
+
+        def ask(question: str) -> str:
+            reply = client.chat.completions.create(
+                model="SmolLM2-135M-Instruct",
+                messages=messages(question),
+                temperature=0,
+                max_tokens=24,
+            )
+            return reply.choices[0].message.content or ""
+
+        return list(pool.map(ask, QUESTIONS))
+
+
+def num_placed(server: RunningServer, placement: str) -> float:
+    return server.metric("requests_placed_total", placement=placement)
+
+
+def is_idle(server: RunningServer) -> bool:
+    """Whether no request is left and both pools are empty."""
+    names = ("num_requests_running", "kv_cache_usage_perc")
+    lines = [
+        line
+        for line in server.get("/metrics").text.splitlines()
+        if line.startswith(tuple(f"neojax:{name}{{" for name in names))
+    ]
+    return len(lines) == 4 and all(line.endswith(" 0.0") for line in lines)
+
+
+def test_a_stream_tells_the_capital_of_france(server: RunningServer):
+    with client_of(server) as client:
+        stream = client.chat.completions.create(
+            model="SmolLM2-135M-Instruct",
+            messages=messages(QUESTIONS[0]),
+            temperature=0,
+            max_tokens=40,
+            stream=True,
+        )
+        chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert "Paris" in text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert len(chunks) > 4
+    assert "<|im_end|>" not in text
+
+
+def test_eight_concurrent_chats_answer_as_alone(server: RunningServer):
+    together = answers(server)
+    assert "Paris" in together[0]
+    assert "7 days" in together[3]
+    assert "cold" in together[6]
+    with client_of(server) as client:
+        for question, answer in zip(QUESTIONS[:3], together, strict=False):
+            alone = client.chat.completions.create(
+                model="SmolLM2-135M-Instruct",
+                messages=messages(question),
+                temperature=0,
+                max_tokens=24,
+            )
+            assert alone.choices[0].message.content == answer
+    wait_for(lambda: is_idle(server), "the pools are not empty")
+    assert server.metric("compiles_after_ready_total") == 0
+
+
+def test_a_tiny_device_pool_places_most_requests_on_the_host_with_the_same_answers(
+    server: RunningServer,
+):
+    expected = answers(server)
+    with real_server(*TINY_DEVICE_POOL) as tiny:
+        assert answers(tiny) == expected
+        # The statistics come a moment after the tokens.
+        wait_for(
+            lambda: num_placed(tiny, "host") + num_placed(tiny, "device") == len(QUESTIONS),
+            "not all requests were counted",
+        )
+        assert num_placed(tiny, "host") > len(QUESTIONS) / 2
+        assert tiny.metric("iterations_total", mode="pipelined") > 0
+        wait_for(lambda: is_idle(tiny), "the pools are not empty")
+        assert tiny.metric("compiles_after_ready_total") == 0
+
+
+def test_seeded_sampling_is_reproducible_whatever_else_runs(server: RunningServer):
+    with client_of(server) as client, ThreadPoolExecutor(4) as pool:
+
+        def draw(seed: int) -> str:
+            reply = client.completions.create(
+                model="SmolLM2-135M-Instruct", prompt="Once upon", seed=seed, max_tokens=12
+            )
+            return reply.choices[0].text
+
+        alone = [draw(seed) for seed in (1, 2)]
+        crowd = list(pool.map(draw, [1, 3, 2, 4]))
+    assert [crowd[0], crowd[2]] == alone
+    assert len(set(crowd)) == 4
+
+
+def test_a_client_that_leaves_frees_the_pools(server: RunningServer):
+    with client_of(server) as client:
+        stream = client.completions.create(
+            model="SmolLM2-135M-Instruct",
+            prompt="One, two,",
+            max_tokens=CONTEXT,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        assert not is_idle(server)
+        stream.close()
+    wait_for(lambda: is_idle(server), "the pools are not empty", 5)
+
+
+def test_a_bad_request_leaves_the_engine_serving(server: RunningServer):
+    vocab_size = 49152
+    assert server.complete([vocab_size]).status_code == 400
+    assert server.complete([1] * CONTEXT).status_code == 400
+    assert server.complete([vocab_size - 1], max_tokens=1).status_code == 200
+    assert server.complete([1] * (CONTEXT - 1)).json()["usage"]["completion_tokens"] == 1
+    wait_for(lambda: is_idle(server), "the pools are not empty")
+
+
+def test_neither_process_outlives_the_other(server: RunningServer):
+    def engine_of(running: RunningServer) -> int:
+        children = f"/proc/{running.process.pid}/task/{running.process.pid}/children"
+        with open(children, encoding="ascii") as file:
+            return int(file.read().split()[0])
+
+    running = start("--enforce-eager")
+    try:
+        running.wait_ready(READY_TIMEOUT_S)
+        os.kill(engine_of(running), signal.SIGKILL)
+        assert running.wait(10) == 1
+        assert "SIGKILL" in running.stderr
+    finally:
+        running.kill()
+
+    running = start()
+    time.sleep(5)  # somewhere in loading or compiling
+    engine = engine_of(running)
+    running.kill()
+    wait_for(lambda: not is_running(engine), "the engine lives on", 10)
