@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from neojax.config import LoadFormat
 from neojax.models.config import ModelConfig
-from neojax.models.dummy import random_state
+from neojax.models.dummy import random_parameters
 from neojax.models.gguf_checkpoint import GgufCheckpoint
 from neojax.models.llama import Llama
 from neojax.models.parameters import ParamPath, Part, check_tensors
@@ -42,12 +42,12 @@ def load_model(
     abstract = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, empty = nnx.split(abstract)
     variables = dict(nnx.to_flat_state(empty))
+    shapes = {name: variable.shape for name, variable in variables.items()}
     if load_format == "dummy":
-        arrays = random_state(config, dtype=dtype, seed=seed)
+        arrays = random_parameters(shapes, dtype=dtype, seed=seed)
     elif path is None:
         raise ValueError(f"load_format {load_format!r} needs a checkpoint; without one use 'dummy'")
     else:
-        shapes = {name: variable.shape for name, variable in variables.items()}
         checkpoint = open_checkpoint(Path(path), config, load_format)
         arrays = _read_parameters(checkpoint, config, shapes, np.dtype(dtype), progress)
     assert arrays.keys() == variables.keys()

@@ -52,9 +52,5 @@ def project(
 
 
 def random_weight(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> Float[Array, "..."]:
-    """Values of deviation 0.02, as in a fresh Llama; uniform, since that is faster to draw.
-
-    Drawn in float32, so that the same seed gives the same model in every type.
-    """
-    bound = 0.02 * 3**0.5
-    return jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound).astype(dtype)
+    """Normal values of deviation 0.02, as in a fresh Llama."""
+    return jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(0.02, dtype)
