@@ -1,6 +1,6 @@
 """The native library: host KV arena, worker pool, host lane. See ffi/cpu_paged_attn.
 
-Integer arrays are int32 and C-contiguous; floats are float32 or bfloat16. Shape letters are
+Integer arrays are int32 and C-contiguous; floats are float32, bfloat16 or float16. Shape letters are
 design.md's. Every bad argument is a ValueError that names it.
 """
 
@@ -104,8 +104,8 @@ class HostLane:
         tables: NDArray,
         chunks: NDArray | None = None,
         chunk_tables: NDArray | None = None,
+        uses: int = 0,
         *,
-        uses: int,
         window: int = 0,
     ) -> None:
         """Replaces entry `index` of the plan ring.
@@ -115,7 +115,8 @@ class HostLane:
           tables: int32 [B, W], block ids; entries beyond a sequence's tokens are not read.
           chunks: int32 [C, 4], prefill chunks (row_offset, num_tokens, start, scratch_slot).
           chunk_tables: int32 [C, W], block tables of their sequences.
-          uses: number of joins and stores whose hdr will name this entry, n = 0 included.
+          uses: number of joins and stores whose hdr will name this entry, n = 0 included;
+            until then it cannot be replaced.
           window: attend to the last `window` tokens only; 0 for all.
 
         Raises:

@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace neojax {
@@ -13,31 +14,23 @@ namespace {
 
 // Where element `d` of token `t` lies in a tile's K and V.
 template <class E>
-struct Place;
-
-template <>
-struct Place<float> {
+struct Place {
   static int K(int t, int d, int) { return d * 16 + t; }
   static int V(int t, int d, int head_dim) { return t * head_dim + d; }
 };
 
 template <>
-struct Place<uint16_t> {
+struct Place<Bf16> {
   static int K(int t, int d, int) { return (d / 2 * 16 + t) * 2 + d % 2; }
   static int V(int t, int d, int head_dim) {
     return (t / 2 * head_dim + d) * 2 + t % 2;
   }
 };
 
-float ToFloat(float x) { return x; }
-float ToFloat(uint16_t x) { return FloatFromBf16(x); }
-void Assign(float* to, float x) { *to = x; }
-void Assign(uint16_t* to, float x) { *to = Bf16FromFloat(x); }
-
 template <class To, class From>
 void Convert(To* to, From from) {
   if constexpr (std::is_same_v<To, From>) {
-    *to = from;
+    *to = from;  // bit by bit: a signalling NaN stays one
   } else {
     Assign(to, ToFloat(from));
   }
@@ -64,18 +57,9 @@ void Read(const E* tile, int t, int head_dim, Row* k, Row* v) {
 // Calls fn(element, row) with null pointers of the two C++ types.
 template <class Fn>
 void WithTypes(Dtype cache, Dtype rows, Fn fn) {
-  auto with_rows = [&](auto* element) {
-    if (rows == Dtype::kFloat32) {
-      fn(element, static_cast<float*>(nullptr));
-    } else {
-      fn(element, static_cast<uint16_t*>(nullptr));
-    }
-  };
-  if (cache == Dtype::kFloat32) {
-    with_rows(static_cast<float*>(nullptr));
-  } else {
-    with_rows(static_cast<uint16_t*>(nullptr));
-  }
+  WithType(cache, [&](auto* element) {
+    WithType(rows, [&](auto* row) { fn(element, row); });
+  });
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ struct CacheShape {
 
 // Layout: [L, P, K, p/16] tiles; a tile is 16 tokens of one head, K then V:
 //   bfloat16  K [H/2][16][2]  V [8][H][2]   (what vdpbf16ps and AMX eat)
-//   float32   K [H][16]       V [16][H]
+//   float32, float16  K [H][16]  V [16][H]
 class HostKVCache {
  public:
   // Maps the arena and touches every page from the pool's threads. Throws

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace neojax {
 namespace {
@@ -39,8 +40,9 @@ class Job {
       const AttentionCall& call)
       : cache_(cache),
         shape_(cache.shape()),
-        kernel_(shape_.dtype == Dtype::kFloat32 ? kernels.float32
-                                                : kernels.bfloat16),
+        kernel_(shape_.dtype == Dtype::kFloat32    ? kernels.float32
+                : shape_.dtype == Dtype::kBFloat16 ? kernels.bfloat16
+                                                   : kernels.float16),
         params_(params),
         plan_(plan),
         call_(call),
@@ -70,10 +72,13 @@ class Job {
     for (int first = 0; first < group_; first += kMaxGroup) {
       args.group = std::min<int>(kMaxGroup, group_ - first);
       const int64_t head = int64_t{item.head} * group_ + first;
-      for (int i = 0; i < args.group * head_dim; ++i) {
-        q[i] = LoadFloat(call_.rows, call_.dtype,
-                         item.row * row_elements_ + head * head_dim + i);
-      }
+      WithType(call_.dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        ConvertElements(q,
+                        static_cast<const T*>(call_.rows) +
+                            item.row * row_elements_ + head * head_dim,
+                        int64_t{args.group} * head_dim);
+      });
       if (item.part >= 0) {
         float* part = plan_.part(item.part);
         args.out = part + first * head_dim;
@@ -117,9 +122,10 @@ class Job {
   void Emit(int row, int head, const float* out, float max, float sum) const {
     int64_t at = int64_t{row} * params_.num_q_heads + head;
     float by = 1.0f / sum;
-    for (int d = 0; d < shape_.head_dim; ++d) {
-      StoreFloat(call_.out, call_.dtype, at * shape_.head_dim + d, out[d] * by);
-    }
+    WithType(call_.dtype, [&](auto* type) {
+      auto* to = static_cast<decltype(type)>(call_.out) + at * shape_.head_dim;
+      for (int d = 0; d < shape_.head_dim; ++d) Assign(to + d, out[d] * by);
+    });
     if (call_.lse != nullptr) call_.lse[at] = max * kLn2 + std::log(sum);
   }
 

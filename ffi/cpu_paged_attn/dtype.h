@@ -4,44 +4,112 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace neojax {
 
-enum class Dtype { kFloat32, kBFloat16 };
+enum class Dtype { kFloat32, kBFloat16, kFloat16 };
 
 inline int ElementSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 inline const char* DtypeName(Dtype dtype) {
-  return dtype == Dtype::kFloat32 ? "float32" : "bfloat16";
+  return dtype == Dtype::kFloat32    ? "float32"
+         : dtype == Dtype::kBFloat16 ? "bfloat16"
+                                     : "float16";
 }
 
-inline float FloatFromBf16(uint16_t bits) {
-  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+// 16-bit floats by their bits.
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+inline float FloatFromBits(uint32_t bits) {
   float value;
-  std::memcpy(&value, &wide, sizeof value);
+  std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+inline uint32_t BitsFromFloat(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
 
-// Rounds to nearest even; a NaN stays a NaN.
-inline uint16_t Bf16FromFloat(float value) {
-  uint32_t wide;
-  std::memcpy(&wide, &value, sizeof wide);
-  if ((wide & 0x7fffffffu) > 0x7f800000u) return (wide >> 16) | 0x40;
-  return static_cast<uint16_t>((wide + 0x7fffu + ((wide >> 16) & 1)) >> 16);
+inline float ToFloat(float x) { return x; }
+inline float ToFloat(Bf16 x) { return FloatFromBits(uint32_t{x.bits} << 16); }
+inline float ToFloat(F16 x) {
+  // Shifted into place, the exponent is 112 too small; the multiply also sets
+  // subnormals right. Infinities and NaNs get the top exponent.
+  uint32_t bits = x.bits;
+  uint32_t magnitude =
+      BitsFromFloat(FloatFromBits((bits & 0x7fff) << 13) * 0x1p112f);
+  if ((bits & 0x7c00) == 0x7c00) magnitude |= 0x7f800000;
+  return FloatFromBits(magnitude | (bits & 0x8000) << 16);
+}
+
+// All round to nearest even; a NaN stays a NaN, too large becomes infinite.
+inline void Assign(float* to, float x) { *to = x; }
+inline void Assign(Bf16* to, float x) {
+  uint32_t bits = BitsFromFloat(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    to->bits = static_cast<uint16_t>((bits >> 16) | 0x40);
+  } else {
+    to->bits =
+        static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+  }
+}
+inline void Assign(F16* to, float x) {
+  uint32_t bits = BitsFromFloat(x);
+  uint32_t sign = (bits >> 16) & 0x8000;
+  uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000u) {  // 65520, half way beyond the largest
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000u) {  // below 2^-14: subnormal
+    // Adding 0.5 leaves the result in the lowest bits, rounded.
+    half = BitsFromFloat(FloatFromBits(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
+  }
+  to->bits = static_cast<uint16_t>(sign | half);
+}
+
+// Calls fn with a null pointer of the dtype's C++ type.
+template <class Fn>
+void WithType(Dtype dtype, Fn fn) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return fn(static_cast<float*>(nullptr));
+    case Dtype::kBFloat16:
+      return fn(static_cast<Bf16*>(nullptr));
+    case Dtype::kFloat16:
+      return fn(static_cast<F16*>(nullptr));
+  }
+}
+
+// `count` elements from one array to another of its own dtype.
+template <class To, class From>
+void ConvertElements(To* to, const From* from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) Assign(to + i, ToFloat(from[i]));
 }
 
 inline float LoadFloat(const void* base, Dtype dtype, int64_t index) {
-  return dtype == Dtype::kFloat32
-             ? static_cast<const float*>(base)[index]
-             : FloatFromBf16(static_cast<const uint16_t*>(base)[index]);
+  float value = 0;
+  WithType(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    value = ToFloat(static_cast<const T*>(base)[index]);
+  });
+  return value;
 }
 
 inline void StoreFloat(void* base, Dtype dtype, int64_t index, float value) {
-  if (dtype == Dtype::kFloat32) {
-    static_cast<float*>(base)[index] = value;
-  } else {
-    static_cast<uint16_t*>(base)[index] = Bf16FromFloat(value);
-  }
+  WithType(dtype, [&](auto* type) {
+    Assign(static_cast<decltype(type)>(base) + index, value);
+  });
 }
 
 }  // namespace neojax

@@ -27,6 +27,7 @@ ffi::Error ToFfi(const char* target, const Error& error) {
 std::string Describe(ffi::DataType type, Dims dims) {
   const char* name = type == ffi::F32    ? "float32"
                      : type == ffi::BF16 ? "bfloat16"
+                     : type == ffi::F16  ? "float16"
                      : type == ffi::S32  ? "int32"
                                          : "another type";
   std::string out = std::string(name) + "[";
@@ -36,7 +37,16 @@ std::string Describe(ffi::DataType type, Dims dims) {
   return out + "]";
 }
 
-// `shape` with -1 for any size. Empty if it fits, else what is wrong.
+bool ToDtype(ffi::DataType type, Dtype* dtype) {
+  *dtype = type == ffi::F32    ? Dtype::kFloat32
+           : type == ffi::BF16 ? Dtype::kBFloat16
+                               : Dtype::kFloat16;
+  return type == ffi::F32 || type == ffi::BF16 || type == ffi::F16;
+}
+
+constexpr char kFloatTypes[] = " must be float32, bfloat16 or float16 ";
+
+// The checks return what is wrong, or nothing.
 template <class Buffer>
 Error CheckInt32(const char* name, const Buffer& buffer, int64_t size) {
   Dims dims = buffer.dimensions();
@@ -52,15 +62,13 @@ template <class Buffer>
 Error CheckFloats(const char* name, const Buffer& buffer, const char* letters,
                   int64_t minor, Dtype* dtype, int64_t* rows) {
   Dims dims = buffer.dimensions();
-  bool is_f32 = buffer.element_type() == ffi::F32;
-  if ((is_f32 || buffer.element_type() == ffi::BF16) && dims.size() == 2 &&
+  if (ToDtype(buffer.element_type(), dtype) && dims.size() == 2 &&
       dims[1] == minor) {
-    *dtype = is_f32 ? Dtype::kFloat32 : Dtype::kBFloat16;
     *rows = dims[0];
     return {};
   }
-  return std::string(name) + " must be float32 or bfloat16 " + letters +
-         " with " + std::to_string(minor) + " columns, got " +
+  return std::string(name) + kFloatTypes + letters + " with " +
+         std::to_string(minor) + " columns, got " +
          Describe(buffer.element_type(), dims);
 }
 
@@ -184,14 +192,14 @@ ffi::Error FetchImpl(ffi::AnyBuffer hdr, ffi::AnyBuffer k, ffi::AnyBuffer v,
     e = CheckInt32("hdr", hdr, 3);
     if (!e.empty()) return e;
     const CacheShape& shape = lane->shape();
+    Dtype dtype;
     auto check = [&](const char* name, const ffi::AnyBuffer& x) -> Error {
       Dims dims = x.dimensions();
-      if ((x.element_type() == ffi::F32 || x.element_type() == ffi::BF16) &&
-          dims.size() == 3 && dims[1] == shape.num_kv_heads &&
-          dims[2] == shape.head_dim) {
+      if (ToDtype(x.element_type(), &dtype) && dims.size() == 3 &&
+          dims[1] == shape.num_kv_heads && dims[2] == shape.head_dim) {
         return {};
       }
-      return std::string(name) + " must be float32 or bfloat16 [S, " +
+      return std::string(name) + kFloatTypes + "[S, " +
              std::to_string(shape.num_kv_heads) + ", " +
              std::to_string(shape.head_dim) + "], got " +
              Describe(x.element_type(), dims);

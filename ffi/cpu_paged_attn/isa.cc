@@ -10,8 +10,22 @@ std::vector<const KernelTable*> AvailableKernels() {
 #if defined(__x86_64__)
   // The builtin also checks that the operating system saves the registers.
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
     tables.push_back(&kAvx2Kernels);
+    if (__builtin_cpu_supports("avx512f") &&
+        __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl")) {
+      tables.push_back(&kAvx512Kernels);
+      if (__builtin_cpu_supports("avx512bf16")) {
+        static const KernelTable kWithBf16 = {
+            kAvx512Bf16Kernels.name,     kAvx512Kernels.float32,
+            kAvx512Bf16Kernels.bfloat16, kAvx512Kernels.float16,
+            kAvx512Kernels.read,
+        };
+        tables.push_back(&kWithBf16);
+      }
+    }
   }
 #endif
   return tables;

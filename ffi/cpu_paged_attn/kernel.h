@@ -35,14 +35,24 @@ struct AttendArgs {
 
 using AttendFn = void (*)(const AttendArgs&);
 
+// Reads `bytes` (a multiple of 4096, zeros) once, as `streams` (a power of two
+// up to 8) interleaved sequences, asking for lines `ahead` bytes early
+// (0: not at all). What memory gives; no use but to compare with.
+using ReadFn = float (*)(const char* data, int64_t bytes, int streams,
+                         int ahead);
+
 struct KernelTable {
   const char* name;
   AttendFn float32;
   AttendFn bfloat16;
+  AttendFn float16;
+  ReadFn read;
 };
 
 extern const KernelTable kScalarKernels;
 extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+extern const KernelTable kAvx512Bf16Kernels;  // bfloat16 only
 
 }  // namespace neojax
 

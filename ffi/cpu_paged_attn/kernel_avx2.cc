@@ -1,4 +1,4 @@
-// Kernels for AVX2 and FMA. Compiled with -mavx2 -mfma.
+// Kernels for AVX2, FMA and F16C.
 #include <immintrin.h>
 
 #include "ffi/cpu_paged_attn/kernel_inl.h"
@@ -9,10 +9,20 @@ namespace {
 struct Avx2 {
   using F = __m256;
   static constexpr int kLanes = 8;
-  static constexpr int kHeads = 4;  // 8 sums, 4 loads, 1 broadcast: 16 names
+  static constexpr int kHeads = 4;
+  static constexpr int kSums = 8;  // of 16 registers
 
   static F Set(float x) { return _mm256_set1_ps(x); }
-  static F Load(const float* p) { return _mm256_loadu_ps(p); }
+  template <bool kPart>
+  static F Load(const float* p) {
+    return _mm256_loadu_ps(p);
+  }
+  template <bool kPart>
+  static F Load(const uint16_t* p) {
+    return _mm256_cvtph_ps(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  template <bool kPart>
   static void LoadPairs(const uint16_t* p, F& even, F& odd) {
     __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
@@ -20,6 +30,10 @@ struct Avx2 {
         _mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static void Store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  template <bool kPart>
+  static void StorePart(float* p, F x) {
+    Store(p, x);
+  }
   static F Add(F a, F b) { return _mm256_add_ps(a, b); }
   static F Sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static F Mul(F a, F b) { return _mm256_mul_ps(a, b); }
@@ -58,6 +72,8 @@ const KernelTable kAvx2Kernels = {
     "avx2",
     &Attention<Avx2, Plain<Avx2, float>>::Run,
     &Attention<Avx2, Paired<Avx2>>::Run,
+    &Attention<Avx2, Plain<Avx2, uint16_t>>::Run,
+    &Read<Avx2>,
 };
 
 }  // namespace neojax

@@ -1,11 +1,12 @@
 // Flash-decoding over 16-token tiles, written once over a vector type `I`.
 //
-// A strip of up to four tiles is taken at a time: scores of all query heads
-// of the group, one step of the online softmax, then the weighted sum of V.
-// A strip's K and V come from memory once and are read again, for further
-// blocks of heads, from the first-level cache. Everything is in an anonymous
-// namespace: each including file has its own, compiled for its own
-// instruction set.
+// A strip of a few tiles is taken at a time: scores of all query heads of the
+// group, one step of the online softmax, then the weighted sum of V. A
+// strip's K and V come from memory once; further blocks of heads read them
+// from the first-level cache. While a strip is worked on, the lines of the
+// next one are asked for: blocks are scattered, so the hardware's prefetcher
+// would start anew with every tile. Everything is in an anonymous namespace:
+// each including file has its own, compiled for its own instruction set.
 #ifndef NEOJAX_CPU_PAGED_ATTN_KERNEL_INL_H_
 #define NEOJAX_CPU_PAGED_ATTN_KERNEL_INL_H_
 
@@ -20,21 +21,57 @@ namespace {
 enum : int { kStripTiles = 4, kStripTokens = kStripTiles * kTileTokens };
 constexpr float kLog2E = 1.44269504f;
 
+// A storage format says how its elements become vectors of the instruction
+// set `I`, and how a vector is multiplied with weights (a query's elements or
+// softmax's results) and added up:
+//   Element      what a tile holds
+//   kPack        elements of one summed axis that lie together
+//   X            one loaded vector: I::kLanes lanes of kPack elements
+//   Weight       weights of one pack as kept in memory
+//   Load<kPart>  loads X; kPart: the first 8 lanes only
+//   MulAdd       acc + x . weight, over the pack
+
 // K [H][16], V [16][H] of `E`: one element a token and dim.
 template <class I, class E>
 struct Plain {
   using Element = E;
-  static constexpr int kPack = 1;  // neighbours along the summed axis
-  static void Load(const E* p, typename I::F (&x)[kPack]) { x[0] = I::Load(p); }
+  using F = typename I::F;
+  using X = F;
+  using Weight = float;
+  static constexpr int kPack = 1;
+
+  template <bool kPart>
+  static X Load(const E* p) {
+    return I::template Load<kPart>(p);
+  }
+  static F MulAdd(X x, const Weight* w, F acc) {
+    return I::Fma(x, I::Set(*w), acc);
+  }
 };
 
-// K [H/2][16][2], V [8][H][2]: the two summed neighbours share 32 bits.
+// K [H/2][16][2], V [8][H][2] of bfloat16: two summed neighbours share 32
+// bits, and become two vectors of float32.
 template <class I>
 struct Paired {
   using Element = uint16_t;
+  using F = typename I::F;
+  struct Weight {
+    float w[2];
+  };
+  struct X {
+    F even, odd;
+  };
   static constexpr int kPack = 2;
-  static void Load(const uint16_t* p, typename I::F (&x)[kPack]) {
-    I::LoadPairs(p, x[0], x[1]);
+
+  template <bool kPart>
+  static X Load(const uint16_t* p) {
+    X x;
+    I::template LoadPairs<kPart>(p, x.even, x.odd);
+    return x;
+  }
+  static F MulAdd(const X& x, const Weight* w, F acc) {
+    acc = I::Fma(x.even, I::Set(w->w[0]), acc);
+    return I::Fma(x.odd, I::Set(w->w[1]), acc);
   }
 };
 
@@ -55,129 +92,162 @@ typename I::F Exp2(typename I::F x) {
   return I::Mul(p, I::PowerOfTwo(n));
 }
 
-// scores[g][0..16) = q_g . k over one tile, for kHeads heads.
-template <class I, class Kv, int kHeads>
-void Scores(const typename Kv::Element* k, const float* q, int head_dim,
-            float* scores) {
-  using F = typename I::F;
-  constexpr int kVecs = kTileTokens / I::kLanes;
-  F acc[kHeads][kVecs];
-  for (int g = 0; g < kHeads; ++g) {
-    for (int j = 0; j < kVecs; ++j) acc[g][j] = I::Set(0.0f);
-  }
-  for (int d = 0; d < head_dim; d += Kv::kPack) {
-    for (int j = 0; j < kVecs; ++j) {
-      F x[Kv::kPack];
-      Kv::Load(k + d * kTileTokens + j * I::kLanes * Kv::kPack, x);
-      for (int g = 0; g < kHeads; ++g) {
-        for (int c = 0; c < Kv::kPack; ++c) {
-          acc[g][j] = I::Fma(x[c], I::Set(q[g * head_dim + d + c]), acc[g][j]);
-        }
-      }
-    }
-  }
-  for (int g = 0; g < kHeads; ++g) {
-    for (int j = 0; j < kVecs; ++j) {
-      I::Store(scores + g * kStripTokens + j * I::kLanes, acc[g][j]);
-    }
-  }
-}
+// To the second-level cache: a strip and its successor would not both fit the
+// first.
+inline void Prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// out[g][d..) = out * decay[g] + sum over the strip of p[g][t] * v[t][d..),
-// for kHeads heads and kVecs vectors of dims.
-template <class I, class Kv, int kHeads, int kVecs>
-void WeighBlock(const typename Kv::Element* const* v, int num_tiles,
-                const float* p, const float* decay, int head_dim, int d,
-                float* out) {
+// scores[g][0..16) of kTiles tiles = q_g . k, for kHeads heads. Tiles are read
+// side by side, a line of each in turn: memory gives more to several streams
+// than to one. `next`: tiles to ask for meanwhile.
+template <class I, class Kv, int kHeads, int kTiles, int kDim>
+void Scores(const typename Kv::Element* const* k,
+            const typename Kv::Element* const* next,
+            const typename Kv::Weight* q, int head_dim, float* scores) {
   using F = typename I::F;
-  F acc[kHeads][kVecs];
-  for (int g = 0; g < kHeads; ++g) {
-    F by = I::Set(decay[g]);
-    for (int j = 0; j < kVecs; ++j) {
-      acc[g][j] = I::Mul(I::Load(out + g * head_dim + d + j * I::kLanes), by);
+  if (kDim > 0) head_dim = kDim;
+  constexpr int kVecs = kTileTokens / I::kLanes;
+  constexpr int kRow = kTileTokens * Kv::kPack;  // elements
+  constexpr int kRowBytes =
+      kRow * static_cast<int>(sizeof(typename Kv::Element));
+  // A multiply-add takes about four cycles and two start in each: few sums
+  // need to be kept as several each, to keep both pipes busy.
+  constexpr int kSums = kHeads * kVecs * kTiles;
+  constexpr int kChains = kSums >= 8 ? 1 : kSums >= 4 ? 2 : 4;
+  const int packs = head_dim / Kv::kPack;  // a multiple of 4
+  F acc[kChains][kTiles][kHeads][kVecs];
+  for (int c = 0; c < kChains; ++c) {
+    for (int i = 0; i < kTiles; ++i) {
+      for (int g = 0; g < kHeads; ++g) {
+        for (int j = 0; j < kVecs; ++j) acc[c][i][g][j] = I::Set(0.0f);
+      }
     }
   }
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    const float* tile_p = p + tile * kTileTokens;
-    const typename Kv::Element* row = v[tile] + d * Kv::kPack;
-    for (int t = 0; t < kTileTokens; t += Kv::kPack) {
-      F x[kVecs][Kv::kPack];
-      for (int j = 0; j < kVecs; ++j) {
-        Kv::Load(row + j * I::kLanes * Kv::kPack, x[j]);
+  for (int d = 0; d < packs; d += kChains) {
+    for (int c = 0; c < kChains; ++c) {
+      const int at = (d + c) * kRow;
+      if (kRowBytes >= 64 || (d + c) % 2 == 0) {
+        for (int i = 0; i < kTiles; ++i) Prefetch(next[i] + at);
       }
-      row += head_dim * Kv::kPack;
-      for (int g = 0; g < kHeads; ++g) {
-        for (int c = 0; c < Kv::kPack; ++c) {
-          F weight = I::Set(tile_p[g * kStripTokens + t + c]);
-          for (int j = 0; j < kVecs; ++j) {
-            acc[g][j] = I::Fma(x[j][c], weight, acc[g][j]);
+      for (int i = 0; i < kTiles; ++i) {
+        for (int j = 0; j < kVecs; ++j) {
+          auto x =
+              Kv::template Load<false>(k[i] + at + j * I::kLanes * Kv::kPack);
+          for (int g = 0; g < kHeads; ++g) {
+            acc[c][i][g][j] =
+                Kv::MulAdd(x, q + g * packs + d + c, acc[c][i][g][j]);
           }
         }
       }
     }
   }
-  for (int g = 0; g < kHeads; ++g) {
-    for (int j = 0; j < kVecs; ++j) {
-      I::Store(out + g * head_dim + d + j * I::kLanes, acc[g][j]);
+  for (int i = 0; i < kTiles; ++i) {
+    for (int g = 0; g < kHeads; ++g) {
+      for (int j = 0; j < kVecs; ++j) {
+        F sum = acc[0][i][g][j];
+        for (int c = 1; c < kChains; ++c) sum = I::Add(sum, acc[c][i][g][j]);
+        I::Store(scores + g * kStripTokens + i * kTileTokens + j * I::kLanes,
+                 sum);
+      }
     }
   }
 }
 
-template <class I, class Kv, int kHeads>
-void Weigh(const typename Kv::Element* const* v, int num_tiles, const float* p,
-           const float* decay, int head_dim, float* out) {
-  int d = 0;
-  for (; d + 2 * I::kLanes <= head_dim; d += 2 * I::kLanes) {
-    WeighBlock<I, Kv, kHeads, 2>(v, num_tiles, p, decay, head_dim, d, out);
+// out[g][d..) = out * decay[g] + sum over the strip of p[g][t] * v[t][d..),
+// for kHeads heads and kVecs vectors of dims; kPart: of 8 dims only.
+template <class I, class Kv, int kHeads, int kVecs, int kTiles, bool kPart>
+void WeighBlock(const typename Kv::Element* const* v,
+                const typename Kv::Element* const* next,
+                const typename Kv::Weight* p, const float* decay, int head_dim,
+                int d, float* out) {
+  using F = typename I::F;
+  constexpr int kPacks = kTileTokens / Kv::kPack;
+  constexpr int kVec = I::kLanes * Kv::kPack;  // elements
+  constexpr int kVecBytes =
+      kVec * static_cast<int>(sizeof(typename Kv::Element));
+  F acc[kHeads][kVecs];
+  for (int g = 0; g < kHeads; ++g) {
+    F by = I::Set(decay[g]);
+    for (int j = 0; j < kVecs; ++j) {
+      const float* at = out + g * head_dim + d + j * I::kLanes;
+      acc[g][j] = I::Mul(I::template Load<kPart>(at), by);
+    }
   }
-  for (; d < head_dim; d += I::kLanes) {
-    WeighBlock<I, Kv, kHeads, 1>(v, num_tiles, p, decay, head_dim, d, out);
+  for (int t = 0; t < kPacks; ++t) {
+    const int row = (t * head_dim + d) * Kv::kPack;
+    for (int i = 0; i < kTiles; ++i) {
+      for (int j = 0; j < kVecs; ++j) {
+        if (j * kVecBytes % 64 == 0) Prefetch(next[i] + row + j * kVec);
+        auto x = Kv::template Load<kPart>(v[i] + row + j * kVec);
+        for (int g = 0; g < kHeads; ++g) {
+          acc[g][j] =
+              Kv::MulAdd(x, p + g * (kStripTokens / Kv::kPack) + i * kPacks + t,
+                         acc[g][j]);
+        }
+      }
+    }
+  }
+  for (int g = 0; g < kHeads; ++g) {
+    for (int j = 0; j < kVecs; ++j) {
+      I::template StorePart<kPart>(out + g * head_dim + d + j * I::kLanes,
+                                   acc[g][j]);
+    }
   }
 }
 
-// Calls fn<kHeads>(first head) over blocks of I::kHeads heads and the rest.
-template <class I, template <int> class Fn, class... Args>
-void ForHeads(int group, Args... args) {
-  int g = 0;
-  for (; g + I::kHeads <= group; g += I::kHeads) {
-    Fn<I::kHeads>::Call(g, args...);
+template <class I, class Kv, int kHeads, int kTiles, int kDim>
+void Weigh(const typename Kv::Element* const* v,
+           const typename Kv::Element* const* next,
+           const typename Kv::Weight* p, const float* decay, int head_dim,
+           float* out) {
+  if (kDim > 0) head_dim = kDim;
+  // As many sums as there are registers for.
+  constexpr int kVecs = kHeads * 8 <= I::kSums   ? 8
+                        : kHeads * 4 <= I::kSums ? 4
+                        : kHeads * 2 <= I::kSums ? 2
+                                                 : 1;
+  int d = 0;
+  for (; d + kVecs * I::kLanes <= head_dim; d += kVecs * I::kLanes) {
+    WeighBlock<I, Kv, kHeads, kVecs, kTiles, false>(v, next, p, decay, head_dim,
+                                                    d, out);
   }
-  switch (group - g) {
-    case 3:
-      Fn<3>::Call(g, args...);
-      break;
-    case 2:
-      Fn<2>::Call(g, args...);
-      break;
-    case 1:
-      Fn<1>::Call(g, args...);
-      break;
-    default:
-      break;
+  for (; d + I::kLanes <= head_dim; d += I::kLanes) {
+    WeighBlock<I, Kv, kHeads, 1, kTiles, false>(v, next, p, decay, head_dim, d,
+                                                out);
+  }
+  if constexpr (I::kLanes > 8) {
+    if (d < head_dim) {
+      WeighBlock<I, Kv, kHeads, 1, kTiles, true>(v, next, p, decay, head_dim, d,
+                                                 out);
+    }
   }
 }
 
 template <class I, class Kv>
 struct Attention {
-  static_assert(I::kHeads <= 4, "ForHeads handles rests up to 3");
   using Element = typename Kv::Element;
+  using Weight = typename Kv::Weight;
+  static constexpr int kPack = Kv::kPack;
+  // Packs of a strip's tokens.
+  static constexpr int kStripPacks = kStripTokens / kPack;
 
-  template <int kHeads>
-  struct ScoresOf {
-    static void Call(int g, const Element* k, const float* q, int head_dim,
-                     float* scores) {
-      Scores<I, Kv, kHeads>(k, q + g * head_dim, head_dim,
-                            scores + g * kStripTokens);
+  // Calls fn(first head, number of heads as a constant) over blocks of at
+  // most I::kHeads heads.
+  template <int kGroup, class Fn>
+  static void ForHeads(int group, Fn fn) {
+    if constexpr (kGroup > 0 && kGroup <= I::kHeads) {
+      fn(0, Constant<kGroup>());
+    } else {
+      int g = 0;
+      for (; g + I::kHeads <= group; g += I::kHeads) {
+        fn(g, Constant<I::kHeads>());
+      }
+      for (; g + 2 <= group; g += 2) fn(g, Constant<2>());
+      if (g < group) fn(g, Constant<1>());
     }
-  };
-  template <int kHeads>
-  struct WeighOf {
-    static void Call(int g, const Element* const* v, int num_tiles,
-                     const float* p, const float* decay, int head_dim,
-                     float* out) {
-      Weigh<I, Kv, kHeads>(v, num_tiles, p + g * kStripTokens, decay + g,
-                           head_dim, out + g * head_dim);
-    }
+  }
+  template <int kValue>
+  struct Constant {
+    static constexpr int value = kValue;
   };
 
   // Logits of one head's strip in base 2, `first` and `last` being the valid
@@ -186,12 +256,11 @@ struct Attention {
                       int last, float* max, float* sum, float* decay) {
     using F = typename I::F;
     if (a.softcap > 0.0f) {
-      // c * tanh(y / c) with tanh(z) = 1 - 2 / (1 + e^2z), |z| kept small
-      // enough for the exponential; both signs through -|z|.
+      // c * tanh(y / c), by e^-2|z| because of the exponential's range.
       F by = I::Set(2.0f * kLog2E * a.scale / a.softcap);
       F cap = I::Set(a.softcap * kLog2E);
       for (int t = 0; t < num_tokens; t += I::kLanes) {
-        F z = I::Mul(I::Load(x + t), by);
+        F z = I::Mul(I::template Load<false>(x + t), by);
         F e = Exp2<I>(I::Min(z, I::Sub(I::Set(0.0f), z)));
         F tanh = I::Div(I::Sub(I::Set(1.0f), e), I::Add(I::Set(1.0f), e));
         I::Store(x + t, I::Mul(I::CopySign(tanh, z), cap));
@@ -199,14 +268,14 @@ struct Attention {
     } else {
       F by = I::Set(a.scale * kLog2E);
       for (int t = 0; t < num_tokens; t += I::kLanes) {
-        I::Store(x + t, I::Mul(I::Load(x + t), by));
+        I::Store(x + t, I::Mul(I::template Load<false>(x + t), by));
       }
     }
     for (int t = 0; t < first; ++t) x[t] = -__builtin_inff();
     for (int t = last; t < num_tokens; ++t) x[t] = -__builtin_inff();
-    F top = I::Load(x);
+    F top = I::template Load<false>(x);
     for (int t = I::kLanes; t < num_tokens; t += I::kLanes) {
-      top = I::Max(top, I::Load(x + t));
+      top = I::Max(top, I::template Load<false>(x + t));
     }
     float new_max = I::HorizontalMax(top);
     if (!(new_max > *max)) new_max = *max;
@@ -215,62 +284,156 @@ struct Attention {
     F shift = I::Set(new_max);
     F total = I::Set(0.0f);
     for (int t = 0; t < num_tokens; t += I::kLanes) {
-      F p = Exp2<I>(I::Sub(I::Load(x + t), shift));
+      F p = Exp2<I>(I::Sub(I::template Load<false>(x + t), shift));
       I::Store(x + t, p);
       total = I::Add(total, p);
     }
     *sum = *sum * *decay + I::HorizontalSum(total);
   }
 
-  static void Run(const AttendArgs& a) {
-    alignas(64) float p[kMaxGroup * kStripTokens];
+  static const Element* TileAt(const AttendArgs& a, int tile) {
+    int in_block = 0;
+    int block = tile;
+    if (a.tiles_per_block > 1) {
+      in_block = tile % a.tiles_per_block;
+      block = tile / a.tiles_per_block;
+    }
+    return reinterpret_cast<const Element*>(
+        a.base + a.table[block] * a.block_bytes + in_block * a.tile_bytes);
+  }
+
+  // kGroup, kDim: the group and head dim if known, else 0.
+  template <int kGroup, int kDim>
+  static void RunFor(const AttendArgs& a) {
+    alignas(64) float x[kMaxGroup * kStripTokens];
+    alignas(64) Weight packed_p[kMaxGroup * kStripPacks];
+    alignas(64) Weight packed_q[kMaxGroup * kMaxHeadDim / kPack];
     alignas(64) Element clean_v[2][kTileTokens * kMaxHeadDim];
-    float decay[kMaxGroup];
-    const int head_dim = a.head_dim;
-    for (int g = 0; g < a.group; ++g) {
+    float decay[kMaxGroup], ones[kMaxGroup];
+    const int group = kGroup > 0 ? kGroup : a.group;
+    const int head_dim = kDim > 0 ? kDim : a.head_dim;
+    for (int g = 0; g < group; ++g) {
       a.max[g] = -__builtin_inff();
       a.sum[g] = 0.0f;
+      ones[g] = 1.0f;
     }
-    std::memset(a.out, 0, sizeof(float) * a.group * head_dim);
+    std::memset(a.out, 0, sizeof(float) * group * head_dim);
+    const Weight* q = Pack(a.q, packed_q, group * head_dim);
 
     const int last_tile = (a.end + kTileTokens - 1) / kTileTokens;
     for (int tile = a.begin / kTileTokens; tile < last_tile;
          tile += kStripTiles) {
-      int num_tiles = last_tile - tile;
-      if (num_tiles > kStripTiles) num_tiles = kStripTiles;
+      const int num_tiles =
+          last_tile - tile < kStripTiles ? last_tile - tile : kStripTiles;
+      const Element* k[kStripTiles];
       const Element* v[kStripTiles];
-      int num_clean = 0;
+      const Element* next_k[kStripTiles];
+      const Element* next_v[kStripTiles];
       for (int i = 0; i < num_tiles; ++i) {
-        int in_block = (tile + i) % a.tiles_per_block;
-        int64_t block = a.table[(tile + i) / a.tiles_per_block];
-        const Element* k = reinterpret_cast<const Element*>(
-            a.base + block * a.block_bytes + in_block * a.tile_bytes);
-        ForHeads<I, ScoresOf>(a.group, k, a.q, head_dim, p + i * kTileTokens);
-        v[i] = k + kTileTokens * head_dim;
-        int first = a.begin - (tile + i) * kTileTokens;
-        int last = a.end - (tile + i) * kTileTokens;
-        if (first > 0 || last < kTileTokens) {
-          // Slots that hold no token may hold NaN, and 0 * NaN is NaN.
-          v[i] = CleanV(v[i], head_dim, first, last, clean_v[num_clean++]);
-        }
+        k[i] = TileAt(a, tile + i);
+        v[i] = k[i] + kTileTokens * head_dim;
+        // At the end, what is in the cache anyway.
+        int next = tile + kStripTiles + i;
+        next_k[i] = next < last_tile ? TileAt(a, next) : k[i];
+        next_v[i] = next_k[i] + kTileTokens * head_dim;
       }
+      ForHeads<kGroup>(group, [&](int g, auto heads) {
+        constexpr int kHeads = heads.value;
+        // Tiles at once, as there are registers for their sums.
+        constexpr int kVecs = kTileTokens / I::kLanes;
+        constexpr int kTiles = kHeads * kVecs * 4 <= I::kSums   ? 4
+                               : kHeads * kVecs * 2 <= I::kSums ? 2
+                                                                : 1;
+        int i = 0;
+        for (; i + kTiles <= num_tiles; i += kTiles) {
+          Scores<I, Kv, kHeads, kTiles, kDim>(
+              k + i, g == 0 ? next_k + i : k + i, q + g * (head_dim / kPack),
+              head_dim, x + g * kStripTokens + i * kTileTokens);
+        }
+        for (; i < num_tiles; ++i) {
+          Scores<I, Kv, kHeads, 1, kDim>(
+              k + i, g == 0 ? next_k + i : k + i, q + g * (head_dim / kPack),
+              head_dim, x + g * kStripTokens + i * kTileTokens);
+        }
+      });
       int first = a.begin - tile * kTileTokens;
       int last = a.end - tile * kTileTokens;
-      int num_tokens = num_tiles * kTileTokens;
+      const int num_tokens = num_tiles * kTileTokens;
       if (first < 0) first = 0;
       if (last > num_tokens) last = num_tokens;
-      for (int g = 0; g < a.group; ++g) {
-        Softmax(a, p + g * kStripTokens, num_tokens, first, last, a.max + g,
+      // Slots that hold no token may hold NaN, and 0 * NaN is NaN.
+      if (first > 0) v[0] = CleanV(v[0], head_dim, first, last, clean_v[0]);
+      if (last < num_tokens) {
+        const int before = num_tokens - kTileTokens;
+        v[num_tiles - 1] =
+            CleanV(v[num_tiles - 1], head_dim, 0, last - before, clean_v[1]);
+      }
+      for (int g = 0; g < group; ++g) {
+        Softmax(a, x + g * kStripTokens, num_tokens, first, last, a.max + g,
                 a.sum + g, decay + g);
       }
-      ForHeads<I, WeighOf>(a.group, v, num_tiles, p, decay, head_dim, a.out);
+      const Weight* p = Pack(x, packed_p, group * kStripTokens);
+      ForHeads<kGroup>(group, [&](int g, auto heads) {
+        const Element* const* next = g == 0 ? next_v : v;
+        const Weight* head_p = p + g * kStripPacks;
+        float* out = a.out + g * head_dim;
+        if (num_tiles == kStripTiles) {
+          Weigh<I, Kv, heads.value, kStripTiles, kDim>(
+              v, next, head_p, decay + g, head_dim, out);
+          return;
+        }
+        for (int i = 0; i < num_tiles; ++i) {
+          Weigh<I, Kv, heads.value, 1, kDim>(
+              v + i, next + i, head_p + i * (kTileTokens / kPack),
+              i == 0 ? decay + g : ones + g, head_dim, out);
+        }
+      });
+    }
+  }
+
+  static void Run(const AttendArgs& a) {
+    if constexpr (I::kLanes >= 8) {
+      if (a.head_dim == 128) return RunGroup<128>(a);
+      if (a.head_dim == 64) return RunGroup<64>(a);
+    }
+    RunFor<0, 0>(a);
+  }
+
+  template <int kDim>
+  static void RunGroup(const AttendArgs& a) {
+    switch (a.group) {
+      case 1:
+        return RunFor<1, kDim>(a);
+      case 3:
+        return RunFor<3, kDim>(a);
+      case 4:
+        return RunFor<4, kDim>(a);
+      case 5:
+        return RunFor<5, kDim>(a);
+      case 7:
+        return RunFor<7, kDim>(a);
+      case 8:
+        return RunFor<8, kDim>(a);
+      default:
+        return RunFor<0, kDim>(a);
+    }
+  }
+
+  // `count` floats as weights; where weights are floats, the floats.
+  static const Weight* Pack(const float* from, Weight* to, int count) {
+    if constexpr (sizeof(Weight) == kPack * sizeof(float)) {
+      (void)to;
+      (void)count;
+      return reinterpret_cast<const Weight*>(from);
+    } else {
+      Kv::PackWeights(from, to, count);
+      return to;
     }
   }
 
   // A copy of a V tile in which tokens outside [first, last) are zero.
   static const Element* CleanV(const Element* v, int head_dim, int first,
                                int last, Element* copy) {
-    constexpr int kPack = Kv::kPack;
     for (int t = 0; t < kTileTokens; ++t) {
       bool keep = t >= first && t < last;
       const Element* from = v + t / kPack * head_dim * kPack + t % kPack;
@@ -282,6 +445,47 @@ struct Attention {
     return copy;
   }
 };
+
+template <class I, int kStreams>
+float ReadStreams(const char* data, int64_t bytes, int ahead) {
+  using F = typename I::F;
+  constexpr int kLineVecs = 64 / (4 * I::kLanes);
+  F sum[kStreams][kLineVecs];
+  for (int s = 0; s < kStreams; ++s) {
+    for (int j = 0; j < kLineVecs; ++j) sum[s][j] = I::Set(0.0f);
+  }
+  const int64_t each = bytes / kStreams;
+  for (int64_t at = 0; at < each; at += 64) {
+    for (int s = 0; s < kStreams; ++s) {
+      const char* line = data + s * each + at;
+      if (ahead > 0) __builtin_prefetch(line + ahead, 0, 3);
+      for (int j = 0; j < kLineVecs; ++j) {
+        sum[s][j] = I::Add(
+            sum[s][j], I::template Load<false>(reinterpret_cast<const float*>(
+                           line + j * 4 * I::kLanes)));
+      }
+    }
+  }
+  F total = I::Set(0.0f);
+  for (int s = 0; s < kStreams; ++s) {
+    for (int j = 0; j < kLineVecs; ++j) total = I::Add(total, sum[s][j]);
+  }
+  return I::HorizontalSum(total);
+}
+
+template <class I>
+float Read(const char* data, int64_t bytes, int streams, int ahead) {
+  switch (streams) {
+    case 1:
+      return ReadStreams<I, 1>(data, bytes, ahead);
+    case 2:
+      return ReadStreams<I, 2>(data, bytes, ahead);
+    case 4:
+      return ReadStreams<I, 4>(data, bytes, ahead);
+    default:
+      return ReadStreams<I, 8>(data, bytes, ahead);
+  }
+}
 
 }  // namespace
 }  // namespace neojax

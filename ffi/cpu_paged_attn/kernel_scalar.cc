@@ -11,6 +11,7 @@ struct Portable {
   using Words = uint32_t __attribute__((vector_size(16)));
   static constexpr int kLanes = 4;
   static constexpr int kHeads = 2;
+  static constexpr int kSums = 8;
 
   template <class To, class From>
   static To Bits(From from) {
@@ -21,11 +22,22 @@ struct Portable {
   }
 
   static F Set(float x) { return F{x, x, x, x}; }
+  template <bool kPart>
   static F Load(const float* p) {
     F x;
     std::memcpy(&x, p, sizeof x);
     return x;
   }
+  // float16: shifted into place, the exponent is 112 too small; a multiply
+  // also sets subnormals right. Infinities and NaNs get the top exponent.
+  template <bool kPart>
+  static F Load(const uint16_t* p) {
+    Words h = {p[0], p[1], p[2], p[3]};
+    F x = Bits<F>((h & 0x7fffu) << 13) * 0x1p112f;
+    Words special = Bits<Words>((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return Bits<F>(Bits<Words>(x) | special | ((h & 0x8000u) << 16));
+  }
+  template <bool kPart>
   static void LoadPairs(const uint16_t* p, F& even, F& odd) {
     Words x;
     std::memcpy(&x, p, sizeof x);
@@ -33,6 +45,10 @@ struct Portable {
     odd = Bits<F>(x & 0xffff0000u);
   }
   static void Store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
+  template <bool kPart>
+  static void StorePart(float* p, F x) {
+    Store(p, x);
+  }
   static F Add(F a, F b) { return a + b; }
   static F Sub(F a, F b) { return a - b; }
   static F Mul(F a, F b) { return a * b; }
@@ -63,6 +79,8 @@ const KernelTable kScalarKernels = {
     "scalar",
     &Attention<Portable, Plain<Portable, float>>::Run,
     &Attention<Portable, Paired<Portable>>::Run,
+    &Attention<Portable, Plain<Portable, uint16_t>>::Run,
+    &Read<Portable>,
 };
 
 }  // namespace neojax

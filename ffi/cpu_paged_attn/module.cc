@@ -36,7 +36,9 @@ using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 Dtype ParseDtype(const std::string& name) {
   if (name == "float32") return Dtype::kFloat32;
   if (name == "bfloat16") return Dtype::kBFloat16;
-  throw std::invalid_argument("dtype must be float32 or bfloat16, got " + name);
+  if (name == "float16") return Dtype::kFloat16;
+  throw std::invalid_argument(
+      "dtype must be float32, bfloat16 or float16, got " + name);
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {
@@ -47,20 +49,25 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
   return out + "]";
 }
 
-// A float32 or bfloat16 numpy array; keeps what it points into alive.
+// A numpy array of floats; keeps what it points into alive.
 class Floats {
  public:
   Floats(const char* name, nb::handle object) {
     nb::object array = nb::borrow(object);
     std::string type = nb::cast<std::string>(nb::str(nb::getattr(
         nb::getattr(array, "dtype", nb::none()), "name", nb::str("no array"))));
-    if (type == "bfloat16") {
+    if (type == "float32") {
+      dtype_ = Dtype::kFloat32;
+    } else if (type == "float16") {
+      dtype_ = Dtype::kFloat16;
+    } else if (type == "bfloat16") {
+      dtype_ = Dtype::kBFloat16;
       array = array.attr("view")("uint16");
-    } else if (type != "float32") {
-      throw std::invalid_argument(std::string(name) +
-                                  " must be float32 or bfloat16, got " + type);
+    } else {
+      throw std::invalid_argument(
+          std::string(name) + " must be float32, bfloat16 or float16, got " +
+          type);
     }
-    dtype_ = type == "float32" ? Dtype::kFloat32 : Dtype::kBFloat16;
     if (!nb::try_cast(array, array_)) {
       throw std::invalid_argument(std::string(name) +
                                   " must be C-contiguous, in host memory");
@@ -96,7 +103,7 @@ NewArray MakeArray(Dtype dtype, const std::vector<int64_t>& shape) {
   nb::module_ numpy = nb::module_::import_("numpy");
   nb::list dims;
   for (int64_t dim : shape) dims.append(dim);
-  const char* type = dtype == Dtype::kFloat32 ? "float32" : "uint16";
+  const char* type = dtype == Dtype::kBFloat16 ? "uint16" : DtypeName(dtype);
   nb::object array = numpy.attr("empty")(nb::tuple(dims), type);
   auto view = nb::cast<nb::ndarray<nb::c_contig, nb::device::cpu>>(array);
   void* data = view.data();
@@ -377,7 +384,7 @@ NB_MODULE(_cpu_paged_attn, m) {
       .def_prop_ro("isa",
                    [](const HostLane& lane) { return lane.kernels().name; })
       .def("set_plan", &SetPlan, "index"_a, "context_lens"_a, "tables"_a,
-           "chunks"_a = nb::none(), "chunk_tables"_a = nb::none(), "uses"_a,
+           "chunks"_a = nb::none(), "chunk_tables"_a = nb::none(), "uses"_a = 0,
            nb::kw_only(), "window"_a = 0)
       .def("plan_in_use", &HostLane::PlanInUse, "index"_a)
       .def("drain", &Drain, "timeout_s"_a)

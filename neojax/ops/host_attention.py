@@ -34,7 +34,7 @@ def start(
     """Queues host attention of the first hdr[2] rows and returns at once.
 
     Args:
-      rows: [B, (N+2K)*H], q|k|v of each sequence after rope; float32 or bfloat16.
+      rows: [B, (N+2K)*H], q|k|v of each sequence after rope; float32, bfloat16 or float16.
       hdr: (plan, layer, n); n = 0 is no work, but still a turn of the channel's slots.
       lane: `HostLane.id`.
       channel: below the lane's num_channels; at most two of its starts may await their join.

@@ -9,10 +9,14 @@ import numpy as np
 
 from neojax import _cpu_paged_attn as native
 
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 
 # Relative L2 error of the kernels' output.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3}
 
 
 @dataclasses.dataclass
@@ -27,10 +31,11 @@ class Case:
     v: list[np.ndarray]
     num_q_heads: int
     layer: int
+    logit_scale: float
 
     @property
     def scale(self) -> float:
-        return self.cache.head_dim**-0.5
+        return self.logit_scale * self.cache.head_dim**-0.5
 
     def new_kv(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """k, v [K, H] that the row brings."""
@@ -104,8 +109,8 @@ def make_case(
     for row, (n, count) in enumerate(zip(lens, blocks, strict=True)):
         tables[row, :count] = order[:count]
         order = order[count:]
-        for into, scale in ((k, logit_scale), (v, 1.0)):
-            values = rng.standard_normal((n, num_kv_heads, head_dim)) * scale
+        for into in (k, v):
+            values = rng.standard_normal((n, num_kv_heads, head_dim))
             into.append(values.astype(DTYPES[dtype]))
         cache.write(layer, tables[row], 0, k[-1], v[-1])
     num_q_heads = num_kv_heads * group
@@ -119,6 +124,7 @@ def make_case(
         v,
         num_q_heads,
         layer,
+        logit_scale,
     )
 
 

@@ -167,7 +167,9 @@ def test_bad_arguments_are_named(pool: native.WorkerPool):
     refuses(r"tables\[0\] has 4 blocks .* 9000 tokens need 563", lens=np.array([9000, 5], np.int32))
     refuses(r"rows must be \[B, \(N\+2K\)\*H\] = \[2, 640\], got \[2, 639\]",
             rows=np.ascontiguousarray(case.rows[:, :-1]))  # fmt: skip
-    refuses("rows must be float32 or bfloat16, got float64", rows=case.rows.astype(np.float64))
+    refuses(
+        "rows must be float32, bfloat16 or float16, got float64", rows=case.rows.astype(np.float64)
+    )
     refuses("layer must be below 2, got 2", layer=2)
     refuses("num_q_heads must be a multiple of the 2 kv heads, got 5", num_q_heads=5)
     with pytest.raises(ValueError, match="isa=avx9 cannot run on this machine; available: scalar"):
@@ -183,7 +185,7 @@ def test_bad_arguments_are_named(pool: native.WorkerPool):
         ({"head_dim": 264}, "head_dim must be a multiple of 8 up to 256, got 264"),
         ({"block_size": 24}, "block_size must be a multiple of 16, got 24"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"dtype": "int8"}, "dtype must be float32 or bfloat16, got int8"),
+        ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16, got int8"),
     ],
 )
 def test_a_cache_no_kernel_takes_is_refused(change: dict, message: str, pool: native.WorkerPool):

@@ -375,7 +375,7 @@ def test_wrong_calls_name_the_argument_and_leave_the_lane_usable(pool: native.Wo
         (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct(tie.shape, tie.dtype)),
     )
     for args, message in (
-        ((case.rows.astype(np.int32), hdr(0, 0, 1), tie), "rows must be float32 or bfloat16"),
+        ((case.rows.astype(np.int32), hdr(0, 0, 1), tie), "rows must be float32, bfloat16 or float16"),
         ((case.rows, hdr(0, 0, 1)[:2], tie), r"hdr must be int32\[3\], got int32\[2\]"),
         ((case.rows, hdr(0, 0, 1), tie[:2]), "tie must have the shape of its result"),
     ):
