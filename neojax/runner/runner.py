@@ -229,13 +229,13 @@ class Runner:
     def _make_pools(self) -> None:
         g, c = self.geometry, self.config
 
-        def pools(num_blocks: int, count: int) -> list[KV]:
-            shape = (num_blocks, g.block_size, g.num_kv_heads, g.head_dim)
+        def pools(shape: tuple[int, ...], count: int) -> list[KV]:
+            shape = (*shape, g.num_kv_heads, g.head_dim)
             return [KV(jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype)) for _ in range(count)]
 
-        self._state.pools = pools(c.num_device_blocks, g.num_layers)
+        self._state.pools = pools((c.num_device_blocks, g.block_size), g.num_layers)
         if self.host is not None:
-            self._state.scratch = pools(self.scratch_tokens // g.block_size, 2)
+            self._state.scratch = pools((self.scratch_tokens,), 2)
 
     def _make_programs(self) -> dict[tuple[Shape, int], Programs]:
         attend = attention.device_attention()

@@ -27,7 +27,10 @@ Leaves: TypeAlias = tuple[jax.Array, ...]
 
 
 class KV(NamedTuple):
-    """One layer's pools, [P, p, K, H] each; donated by every program that writes them."""
+    """One layer's pools, [P, p, K, H] each; donated by every program that writes them.
+
+    The scratch of host prefills is a KV too, of flat [S, K, H] arrays.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -175,16 +178,20 @@ class Stages:
         num_tokens = self.layout.shape.num_tokens
         hdr = jnp.stack([meta.plan, layer, meta.num_host_chunks])
         done, attended = host_attention.store(rows[:num_tokens], hdr, attended, lane=lane)
-        flat = (-1, *scratch.k.shape[2:])
-        k_prefix, v_prefix = host_attention.fetch(
-            hdr, scratch.k.reshape(flat), scratch.v.reshape(flat), lane=lane
-        )
+        prefix = host_attention.fetch(hdr, scratch.k, scratch.v, lane=lane)
         q, k, v = self._split(rows)
+        # [S, K, H]: the library's call takes it as it is (a reshape would cost a copy); as a pool
+        # of blocks it is seen only by the attention.
         scratch = KV(
-            attention.append(k_prefix.reshape(scratch.k.shape), meta.scratch_slots, k),
-            attention.append(v_prefix.reshape(scratch.v.shape), meta.scratch_slots, v),
+            *(
+                pool.at[meta.scratch_slots].set(new, mode="drop")
+                for pool, new in zip(prefix, (k, v), strict=True)
+            )
         )
-        host = self.attend_device(q, scratch.k, scratch.v, meta.host_tiles, None)
+        paged = (-1, self.layout.block_size, *scratch.k.shape[1:])
+        host = self.attend_device(
+            q, scratch.k.reshape(paged), scratch.v.reshape(paged), meta.host_tiles, None
+        )
         is_host = meta.scratch_slots < self.layout.num_scratch_slots
         return scratch, jnp.where(is_host[:, None, None], host, attended), done
 

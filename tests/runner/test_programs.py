@@ -1,0 +1,88 @@
+"""Compiled programs: a closed set, no copy of a pool, nothing compiled after ready."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from neojax.config import EngineConfig
+from neojax.runner.shapes import Buckets
+from neojax.sampling_params import SamplingParams
+from tests.engine.tiny import GREEDY, mixed_requests, run_all, tiny_engine, tiny_model
+
+
+@pytest.fixture(scope="module")
+def warmed_up():
+    engine = tiny_engine(tiny_model(), num_device_blocks=40, num_host_blocks=64)
+    compiled = engine.runner.warm_up(progress=False)
+    yield engine, compiled
+    engine.close()
+
+
+def test_nothing_compiles_after_warm_up(warmed_up):
+    engine, _ = warmed_up
+    requests = mixed_requests(12, seed=2)
+    sampled = [
+        (prompt, dataclasses.replace(params, temperature=0.8, top_k=5, seed=3))
+        for prompt, params in requests
+    ]
+    for policy in ("device-only", "full", "auto"):
+        engine.set_policy(policy)
+        engine.set_block_limit(14 if policy == "auto" else None)
+        run_all(engine, [*requests, *sampled])
+    for length in range(1, 66):
+        run_all(engine, [(list(range(length)), SamplingParams(temperature=0.0, max_tokens=2))])
+    assert engine.runner.num_compiles == 0
+
+
+def test_every_program_of_the_closed_set_was_compiled(warmed_up):
+    engine, compiled = warmed_up
+    assert len(compiled) == engine.runner.num_programs
+    names = {signature.name for signature, _ in compiled}
+    assert names == {
+        "embed", "layers", "enter", "linear", "leave", "attend", "attend_host_chunks",
+        "head_greedy", "head_sample",
+    }  # fmt: skip
+
+
+def test_no_program_copies_a_pool(warmed_up):
+    engine, compiled = warmed_up
+    state = engine.runner._state
+    pools = {tuple(state.pools[0].k.shape), tuple(state.scratch[0].k.shape)}
+    # A pool may appear in its flattened shape too; what counts is its number of elements.
+    sizes = {int(np.prod(shape)) for shape in pools}
+    for signature, program in compiled:
+        for shape in re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", program.as_text()):
+            elements = int(np.prod([int(n) for n in shape.split(",")]))
+            assert elements not in sizes, (signature.name, signature.shape)
+
+
+def test_the_default_flags_need_at_most_120_programs():
+    c = EngineConfig()
+    buckets = Buckets.of(c.max_num_batched_tokens, c.max_num_seqs, has_host=True)
+    # Counted as `signatures` yields them: 9 per token bucket, 9 per host bucket of both channels.
+    per_host_shape = 2 * 3 + 3
+    assert 9 * len(buckets.tokens) + per_host_shape * len(buckets.host_rows) <= 120
+
+
+def test_a_shape_is_the_smallest_that_fits():
+    buckets = Buckets.of(100, 10, has_host=True)
+    assert buckets.tokens == (1, 4, 8, 16, 32, 64, 100)
+    assert buckets.host_rows == (4, 10)
+    assert buckets.shape(5, 0) == (8, 0)
+    assert buckets.shape(100, 3) == (100, 4)
+    assert buckets.shape(0, 10) == (0, 10)
+
+
+def test_logits_are_kept_only_when_asked_for(warmed_up):
+    engine, _ = warmed_up
+    engine.add_request("r", [1, 2, 3], GREEDY)
+    plan = engine.scheduler.schedule()
+    handle = engine.runner.enqueue(plan)
+    with pytest.raises(ValueError, match="logits"):
+        handle.logits()
+    engine.scheduler.update(plan, handle.tokens())
+    engine.abort("r")
