@@ -33,6 +33,10 @@ class ModelConfig:
     """Longest context the weights were made for, in tokens."""
     tie_embeddings: bool = False
     """The output projection is the embedding itself."""
+    qkv_bias: bool = False
+    """The query, key and value projections have a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Each query and key head is normalised before it is rotated (Qwen3)."""
     name: str = "model"
 
     def __post_init__(self) -> None:
@@ -74,6 +78,7 @@ class ModelConfig:
         """Weights in the model; a tied embedding counts once."""
         d, f = self.hidden_size, self.intermediate_size
         block = d * (2 * self.q_size + 2 * self.kv_size + 3 * f + 2)
+        block += self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.qk_norm * 2 * self.head_dim
         return self.num_layers * block + d * (self.vocab_size * (2 - self.tie_embeddings) + 1)
 
     @classmethod

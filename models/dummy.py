@@ -19,15 +19,16 @@ DEVIATION = 0.02  # that of a fresh Llama
 def random_parameters(
     shapes: Mapping[ParamPath, tuple[int, ...]], *, dtype: DTypeLike, seed: int
 ) -> dict[ParamPath, jax.Array]:
-    """Matrices of uniform values and norms of ones; the same for the same seed in every type.
+    """Matrices of uniform values, norms of ones, biases of zeros.
 
-    Parameters of one shape share a program, so that a model of any depth compiles a handful.
+    The same for the same seed in every type. Parameters of one shape share a program, so that a
+    model of any depth compiles a handful.
     """
     fill = jax.jit(_uniform, static_argnums=(1, 2))
     arrays = {}
     for path, shape in shapes.items():
         if len(shape) == 1:
-            arrays[path] = jnp.ones(shape, dtype)
+            arrays[path] = jnp.full(shape, 0 if path[-1] == "bias" else 1, dtype)
         else:
             arrays[path] = fill(np.uint32(zlib.crc32(repr((seed, path)).encode())), shape, dtype)
     return arrays

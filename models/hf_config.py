@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from neojax.models.config import ModelConfig
-from neojax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling, RopeScaling
+from neojax.models.rope_scaling import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    RopeScaling,
+    YarnRopeScaling,
+)
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama"}
+log = logging.getLogger(__name__)
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -29,8 +43,6 @@ def read_config(directory: Path) -> ModelConfig:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{file} holds a {type(raw).__name__}, not an object")
-    # Null stands for "the default" in configs written by transformers.
-    raw = {key: value for key, value in raw.items() if value is not None}
     try:
         return parse_config(raw, name=directory.resolve().name)
     except ValueError as error:
@@ -38,7 +50,11 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def parse_config(raw: dict[str, Any], name: str) -> ModelConfig:
-    """Config from the contents of config.json without its null entries."""
+    """Config from the contents of config.json."""
+    kind = _model_type(raw)
+    window = _sliding_window(raw, kind)
+    # Elsewhere null stands for "the default" in configs written by transformers.
+    raw = {key: value for key, value in raw.items() if value is not None}
     _refuse_unsupported(raw)
     for key in (
         "vocab_size",
@@ -52,12 +68,14 @@ def parse_config(raw: dict[str, Any], name: str) -> ModelConfig:
         if not isinstance(raw[key], int):
             raise ValueError(f"{key} must be a whole number, got {raw[key]!r}")
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
-    if "head_dim" not in raw and hidden_size % num_heads:
+    if "head_dim" not in raw and kind != "qwen3" and hidden_size % num_heads:
         raise ValueError(
             f"head_dim is missing and hidden_size {hidden_size} is not a multiple of "
             f"num_attention_heads {num_heads}"
         )
     theta, scaling = _rope(raw)
+    # Qwen's classes have defaults of their own.
+    default_head_dim = 128 if kind == "qwen3" else hidden_size // num_heads
     return ModelConfig(
         vocab_size=raw["vocab_size"],
         hidden_size=hidden_size,
@@ -65,23 +83,31 @@ def parse_config(raw: dict[str, Any], name: str) -> ModelConfig:
         num_layers=raw["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads", num_heads),
-        head_dim=raw.get("head_dim", hidden_size // num_heads),
+        head_dim=raw.get("head_dim", default_head_dim),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        max_position_embeddings=_context(raw, scaling, window),
         tie_embeddings=raw.get("tie_word_embeddings", False),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
         name=name,
     )
 
 
+def _model_type(raw: dict[str, Any]) -> str:
+    names: list[str] = raw.get("architectures") or [raw.get("model_type", "unknown")]
+    for name in names:
+        kind = _ARCHITECTURES.get(name, name)
+        if kind in _ARCHITECTURES.values():
+            return kind
+    raise ValueError(
+        f"architecture {', '.join(map(str, names))} is not supported; "
+        f"supported: {', '.join(_ARCHITECTURES)}"
+    )
+
+
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    names = raw.get("architectures") or [raw.get("model_type", "unknown")]
-    if not any(name in _ARCHITECTURES or name in _ARCHITECTURES.values() for name in names):
-        raise ValueError(
-            f"architecture {', '.join(map(str, names))} is not supported; "
-            f"supported: {', '.join(_ARCHITECTURES)}"
-        )
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
@@ -94,6 +120,35 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
             f"quantization_config {method!r} is not supported; use the unquantised checkpoint "
             "or a GGUF file"
         )
+
+
+def _sliding_window(raw: dict[str, Any], kind: str) -> int | None:
+    """Tokens that a layer looks back, where the model restricts it. Null means that it does not."""
+    if kind == "mistral":
+        return raw.get("sliding_window", 4096)
+    if kind in ("qwen2", "qwen3") and raw.get("use_sliding_window"):
+        return raw.get("sliding_window", 4096)
+    return None
+
+
+def _context(raw: dict[str, Any], scaling: RopeScaling | None, window: int | None) -> int:
+    """Longest context: what yarn stretches it to, but no longer than a sliding window.
+
+    Within the window every token sees all before it, so that full attention is exact.
+    """
+    context = raw.get("max_position_embeddings", 2048)
+    if isinstance(scaling, YarnRopeScaling):
+        stretched = int(scaling.factor * scaling.original_max_position_embeddings)
+        context = max(context, stretched)
+    if window is not None and window < context:
+        log.warning(
+            "context limited to %d of %d tokens: the model attends through a sliding window of "
+            "that length, and only full attention is supported",
+            window,
+            context,
+        )
+        return window
+    return context
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -117,6 +172,34 @@ def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
                     high_freq_factor=float(rope["high_freq_factor"]),
                     original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
                 )
+            case "yarn":
+                return theta, _yarn(rope, raw)
     except KeyError as error:
         raise ValueError(f"rope type {kind!r} needs {error.args[0]}") from error
-    raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
+    raise ValueError(
+        f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn"
+    )
+
+
+def _yarn(rope: dict[str, Any], raw: dict[str, Any]) -> YarnRopeScaling:
+    original = raw.get(
+        "original_max_position_embeddings",
+        rope.get("original_max_position_embeddings", raw.get("max_position_embeddings", 2048)),
+    )
+    factor = float(rope["factor"])
+
+    def growth(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention = rope.get("attention_factor")
+    if attention is None:
+        top, bottom = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention = growth(top) / growth(bottom) if top and bottom else growth(1.0)
+    return YarnRopeScaling(
+        factor=factor,
+        original_max_position_embeddings=int(original),
+        attention_factor=float(attention),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=rope.get("truncate", True),
+    )

@@ -16,24 +16,35 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones((size,), dtype))
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * scale * self.weight[...].astype(jnp.float32)[None, :]).astype(x.dtype)
+        weight = jnp.expand_dims(self.weight[...].astype(jnp.float32), range(x.ndim - 1))
+        return (wide * scale * weight).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """A projection without bias. Weight [out, in], as checkpoints store it.
+    """A projection. Weight [out, in], as checkpoints store it.
 
     That order needs no transpose on load, and on the CPU backend it is a quarter faster from 16
     tokens on.
     """
 
-    def __init__(self, in_size: int, out_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        use_bias: bool = False,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
         self.weight = nnx.Param(random_weight((out_size, in_size), dtype, rngs))
+        self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if use_bias else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T O"]:
-        return project(x, self.weight[...])
+        y = project(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...][None, :]
 
 
 def project(

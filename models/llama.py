@@ -1,4 +1,7 @@
-"""The Llama decoder. Where keys and values live is the business of the `attend` hook alone."""
+"""The Llama decoder and its kin (Mistral, Qwen2, Qwen3).
+
+Where keys and values live is the business of the `attend` hook alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from neojax.models.config import ModelConfig
 from neojax.models.layers import Linear, RMSNorm, project, random_weight
 from neojax.models.rope import rotate
-from neojax.models.rope_scaling import inverse_frequencies
+from neojax.models.rope_scaling import attention_factor, inverse_frequencies
 
 Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [T, N, H], k [T, K, H], v [T, K, H]) -> [T, N, H]. k is already rotated."""
@@ -27,7 +30,16 @@ class LlamaBlock(nnx.Module):
         hidden, ffn = config.hidden_size, config.intermediate_size
         self.config = config
         self.input_norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype)
-        self.qkv = Linear(hidden, config.q_size + 2 * config.kv_size, dtype=dtype, rngs=rngs)
+        self.qkv = Linear(
+            hidden,
+            config.q_size + 2 * config.kv_size,
+            use_bias=config.qkv_bias,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
         self.o = Linear(config.q_size, hidden, dtype=dtype, rngs=rngs)
         self.post_norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype)
         self.gate_up = Linear(hidden, 2 * ffn, dtype=dtype, rngs=rngs)
@@ -51,11 +63,14 @@ class LlamaBlock(nnx.Module):
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Query, key and value heads; query and key turned to their positions."""
         c = self.config
-        frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         heads = self.qkv(x).reshape(len(x), -1, c.head_dim)  # [T, N+2K, H]
-        # One call turns q and k: they lie next to each other.
-        turned = rotate(heads[:, : c.num_heads + c.num_kv_heads], positions, frequencies)
-        return turned[:, : c.num_heads], turned[:, c.num_heads :], heads[:, -c.num_kv_heads :]
+        q, k, v = jnp.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        factor = attention_factor(c.rope_scaling)
+        q, k = (rotate(heads, positions, frequencies, factor) for heads in (q, k))
+        return q, k, v
 
 
 class LlamaEnds(nnx.Module):

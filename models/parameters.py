@@ -35,20 +35,31 @@ def checkpoint_parts(config: ModelConfig) -> dict[str, Part]:
     }
     if not config.tie_embeddings:
         parts["lm_head.weight"] = Part(("ends", "lm_head"), (config.vocab_size, d))
+    block = {
+        "input_layernorm.weight": (("input_norm", "weight"), (d,), 0),
+        "self_attn.q_proj.weight": (("qkv", "weight"), (q, d), 0),
+        "self_attn.k_proj.weight": (("qkv", "weight"), (kv, d), q),
+        "self_attn.v_proj.weight": (("qkv", "weight"), (kv, d), q + kv),
+        "self_attn.o_proj.weight": (("o", "weight"), (d, q), 0),
+        "post_attention_layernorm.weight": (("post_norm", "weight"), (d,), 0),
+        "mlp.gate_proj.weight": (("gate_up", "weight"), (f, d), 0),
+        "mlp.up_proj.weight": (("gate_up", "weight"), (f, d), f),
+        "mlp.down_proj.weight": (("down", "weight"), (d, f), 0),
+    }
+    if config.qkv_bias:
+        block |= {
+            "self_attn.q_proj.bias": (("qkv", "bias"), (q,), 0),
+            "self_attn.k_proj.bias": (("qkv", "bias"), (kv,), q),
+            "self_attn.v_proj.bias": (("qkv", "bias"), (kv,), q + kv),
+        }
+    if config.qk_norm:
+        block |= {
+            "self_attn.q_norm.weight": (("q_norm", "weight"), (config.head_dim,), 0),
+            "self_attn.k_norm.weight": (("k_norm", "weight"), (config.head_dim,), 0),
+        }
     for layer in range(config.num_layers):
-        for name, param, shape, start in (
-            ("input_layernorm", "input_norm", (d,), 0),
-            ("self_attn.q_proj", "qkv", (q, d), 0),
-            ("self_attn.k_proj", "qkv", (kv, d), q),
-            ("self_attn.v_proj", "qkv", (kv, d), q + kv),
-            ("self_attn.o_proj", "o", (d, q), 0),
-            ("post_attention_layernorm", "post_norm", (d,), 0),
-            ("mlp.gate_proj", "gate_up", (f, d), 0),
-            ("mlp.up_proj", "gate_up", (f, d), f),
-            ("mlp.down_proj", "down", (d, f), 0),
-        ):
-            path = ("layers", layer, param, "weight")
-            parts[f"model.layers.{layer}.{name}.weight"] = Part(path, shape, start)
+        for name, (param, shape, start) in block.items():
+            parts[f"model.layers.{layer}.{name}"] = Part(("layers", layer, *param), shape, start)
     return parts
 
 

@@ -33,7 +33,22 @@ class PerFrequencyRopeScaling:
     factors: tuple[float, ...]  # [H/2]
 
 
-RopeScaling: TypeAlias = LinearRopeScaling | Llama3RopeScaling | PerFrequencyRopeScaling
+@dataclasses.dataclass(frozen=True, slots=True)
+class YarnRopeScaling:
+    """Frequencies between two numbers of turns ramp from kept to divided by `factor`; queries and
+    keys grow by `attention_factor`, which sharpens attention over the longer context."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+RopeScaling: TypeAlias = (
+    LinearRopeScaling | Llama3RopeScaling | PerFrequencyRopeScaling | YarnRopeScaling
+)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -50,9 +65,16 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
             frequencies = frequencies / np.asarray(factors, np.float64)
         case Llama3RopeScaling():
             frequencies = _llama3_frequencies(frequencies, scaling)
+        case YarnRopeScaling():
+            frequencies = _yarn_frequencies(frequencies, theta, scaling)
         case None:
             pass
     return frequencies.astype(np.float32)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What rotated queries and keys are multiplied by."""
+    return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
 
 def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
@@ -60,3 +82,20 @@ def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> 
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def _yarn_frequencies(
+    frequencies: np.ndarray, theta: float, scaling: YarnRopeScaling
+) -> np.ndarray:
+    def index_of(turns: float) -> float:
+        """Index, not whole, of the frequency that makes so many turns in the original context."""
+        ratio = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return len(frequencies) * math.log(ratio) / math.log(theta)
+
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
+    # At least a thousandth apart, as in the reference: they may coincide.
+    divided = np.clip((np.arange(len(frequencies)) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    return frequencies * (1 - divided) + frequencies / scaling.factor * divided

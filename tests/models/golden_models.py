@@ -1,4 +1,4 @@
-"""Tiny random Llamas whose logits by transformers are stored in tests/goldens.
+"""Tiny random models whose logits by transformers are stored in tests/goldens.
 
 Shared by the tests and by scripts/make_goldens, which runs where torch is and jax is not: weights
 come from numpy's generator, so that only logits need to be stored.
@@ -45,6 +45,14 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def _kin(family: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    names = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
+    return _config(*sizes, **(names | more))
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "mha_h64": _config(128, 2, 2, tie_word_embeddings=False),
     "gqa3_h64": _config(144, 9, 3, head_dim=64, tie_word_embeddings=True),
@@ -53,6 +61,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "explicit_head_dim": _config(120, 5, 1, head_dim=32, tie_word_embeddings=False),
     "rope_llama3": _config(128, 4, 2, rope_theta=500000.0, rope_scaling=_LLAMA3),
     "rope_linear": _config(128, 4, 2, rope_scaling={"type": "linear", "factor": 4.0}),
+    "rope_yarn": _config(128, 4, 2, head_dim=64, rope_scaling=_YARN),
+    "rope_yarn_mscale": _config(
+        128,
+        4,
+        2,
+        rope_theta=500000.0,
+        rope_scaling=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.5, "beta_fast": 16},
+    ),
+    "mistral": _kin("Mistral", 128, 4, 2, head_dim=64, sliding_window=None),
+    "qwen2": _kin("Qwen2", 128, 4, 2, use_sliding_window=False, sliding_window=32),
+    "qwen3": _kin("Qwen3", 128, 4, 2, head_dim=64, tie_word_embeddings=True),
 }
 
 # Past the 64 positions that the scaled ropes were made for.
@@ -67,7 +86,7 @@ def prompt_ids(name: str) -> np.ndarray:
 
 
 def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 tensors of a Hugging Face Llama, in its names and shapes."""
+    """float32 tensors of a Hugging Face checkpoint, in its names and shapes."""
     rng = np.random.default_rng(seed)
     d, f, v = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -76,8 +95,8 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     def matrix(rows: int, columns: int) -> np.ndarray:
         return rng.normal(0.0, columns**-0.5, (rows, columns)).astype(np.float32)
 
-    def norm() -> np.ndarray:
-        return rng.normal(1.0, 0.2, d).astype(np.float32)
+    def norm(size: int = d) -> np.ndarray:
+        return rng.normal(1.0, 0.2, size).astype(np.float32)
 
     tensors = {"model.embed_tokens.weight": matrix(v, d)}
     for layer in range(config["num_hidden_layers"]):
@@ -93,6 +112,13 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
             f"{prefix}mlp.up_proj.weight": matrix(f, d),
             f"{prefix}mlp.down_proj.weight": matrix(d, f),
         }
+        if config["model_type"] == "qwen2":
+            for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                bias = rng.normal(0.0, 0.5, count * head_dim).astype(np.float32)
+                tensors[f"{prefix}self_attn.{name}_proj.bias"] = bias
+        if config["model_type"] == "qwen3":
+            tensors[f"{prefix}self_attn.q_norm.weight"] = norm(head_dim)
+            tensors[f"{prefix}self_attn.k_norm.weight"] = norm(head_dim)
     tensors["model.norm.weight"] = norm()
     if not config.get("tie_word_embeddings"):
         tensors["lm_head.weight"] = matrix(v, d)

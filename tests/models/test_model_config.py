@@ -15,6 +15,7 @@ from neojax.models.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     PerFrequencyRopeScaling,
+    attention_factor,
     inverse_frequencies,
 )
 
@@ -134,6 +135,56 @@ def test_what_is_not_computed_here_is_refused_by_name(tmp_path, changes, named):
     with pytest.raises(ValueError, match=named) as raised:
         read(tmp_path, **changes)
     assert "config.json" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 131072),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, 4096),
+        ({"architectures": ["MistralForCausalLM"]}, 4096),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}, 131072),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 4096,
+                "use_sliding_window": True,
+            },
+            4096,
+        ),
+        ({"sliding_window": 4096}, 131072),
+    ],
+)
+def test_a_sliding_window_limits_the_context_to_where_full_attention_is_exact(
+    tmp_path, changes, expected
+):
+    assert read(tmp_path, **changes).max_position_embeddings == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("LlamaForCausalLM", (False, False, 64)),
+        ("MistralForCausalLM", (False, False, 64)),
+        ("Qwen2ForCausalLM", (True, False, 64)),
+        ("Qwen3ForCausalLM", (False, True, 128)),
+    ],
+)
+def test_families_differ_in_biases_head_norms_and_default_head_dim(
+    tmp_path, architecture, expected
+):
+    config = read(tmp_path, architectures=[architecture])
+    assert (config.qkv_bias, config.qk_norm, config.head_dim) == expected
+
+
+def test_yarn_stretches_the_context_and_its_factor_follows_the_length(tmp_path):
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = read(tmp_path, max_position_embeddings=32768, rope_scaling=scaling)
+    assert config.max_position_embeddings == 131072
+    assert attention_factor(config.rope_scaling) == pytest.approx(0.1 * np.log(4) + 1)
+    stated = read(tmp_path, rope_scaling=scaling | {"attention_factor": 1.5})
+    assert attention_factor(stated.rope_scaling) == 1.5
+    assert attention_factor(SCALING) == 1.0
 
 
 @pytest.mark.parametrize(("text", "named"), [(None, "no config"), ("{", "JSON"), ("[]", "list")])
