@@ -80,11 +80,14 @@ class LLM:
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise ValueError(f"{self.config.model} has no chat template; use generate()")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
             self.tokenizer.encode(
                 render_chat(
-                    self.tokenizer.chat_template,
+                    template,
                     conversation,
                     add_generation_prompt=add_generation_prompt,
                     bos_token=self.tokenizer.bos_token,

@@ -20,6 +20,7 @@ import jax
 import msgspec
 import zmq
 
+from neojax import log as log_format
 from neojax.config import EngineConfig
 from neojax.engine.build import build_engine
 from neojax.engine.core import EngineCore
@@ -79,8 +80,8 @@ class EngineProcess:
                 try:
                     self.engine.add_request(request_id, prompt_ids, SamplingParams(**params))
                 except (ValueError, TypeError) as error:
-                    failed = RequestTokens(request_id, [], "error", message=str(error))
-                    self._send_tokens([failed])
+                    refusal = RequestTokens(request_id, [], "rejected", message=str(error))
+                    self._send_tokens([refusal])
             case Abort(request_id):
                 self.engine.abort(request_id)
             case Shutdown():
@@ -100,9 +101,7 @@ class EngineProcess:
 def main() -> int:
     """Read the settings, build the engine, serve. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the HTTP process's to handle
-    logging.basicConfig(
-        level=logging.INFO, format="%(levelname)s %(asctime)s [%(name)s] %(message)s"
-    )
+    log_format.setup("info")
     settings: dict[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     context = zmq.Context()

@@ -42,11 +42,13 @@ def start(
     Returns:
       The ticket for `join`, and the tie.
     """
-    return jax.ffi.ffi_call(
+    call = jax.ffi.ffi_call(
         "neojax.start.v1",
         (jax.ShapeDtypeStruct((1,), jnp.int32), _like(tie)),
         input_output_aliases={2: 1},
-    )(rows, hdr, tie, lane=np.int64(lane), channel=np.int64(channel))
+    )
+    ticket, tie = call(rows, hdr, tie, lane=np.int64(lane), channel=np.int64(channel))
+    return ticket, tie
 
 
 def join(
@@ -71,9 +73,9 @@ def join(
       out [B, N*H], zero in rows from hdr[2] on, and the tie.
     """
     out = jax.ShapeDtypeStruct((num_rows, num_q_heads * head_dim), dtype)
-    return jax.ffi.ffi_call("neojax.join.v1", (out, _like(tie)), input_output_aliases={1: 1})(
-        ticket, tie, lane=np.int64(lane), channel=np.int64(channel)
-    )
+    call = jax.ffi.ffi_call("neojax.join.v1", (out, _like(tie)), input_output_aliases={1: 1})
+    attended, tie = call(ticket, tie, lane=np.int64(lane), channel=np.int64(channel))
+    return attended, tie
 
 
 def store(
@@ -92,11 +94,13 @@ def store(
     Returns:
       A token that must be consumed, int32[1], and the tie.
     """
-    return jax.ffi.ffi_call(
+    call = jax.ffi.ffi_call(
         "neojax.store.v1",
         (jax.ShapeDtypeStruct((1,), jnp.int32), _like(tie)),
         input_output_aliases={2: 1},
-    )(rows, hdr, tie, lane=np.int64(lane))
+    )
+    done, tie = call(rows, hdr, tie, lane=np.int64(lane))
+    return done, tie
 
 
 def fetch(
@@ -115,9 +119,11 @@ def fetch(
     Returns:
       The scratch arrays; slots that no chunk names are as they were.
     """
-    return jax.ffi.ffi_call(
+    call = jax.ffi.ffi_call(
         "neojax.fetch.v1", (_like(k_scratch), _like(v_scratch)), input_output_aliases={1: 0, 2: 1}
-    )(hdr, k_scratch, v_scratch, lane=np.int64(lane))
+    )
+    k_scratch, v_scratch = call(hdr, k_scratch, v_scratch, lane=np.int64(lane))
+    return k_scratch, v_scratch
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -185,7 +191,7 @@ def _refusal(reason: str) -> str:
     minor = re.search(r"XLA_FFI_API_MINOR\s+(\d+)", header.read_text()) if header.exists() else None
     runtime = f"0.{minor[1]}" if minor else "unknown"
     return (
-        f"this jaxlib ({jax.lib.__version__}) refuses the native library: it was built for XLA FFI "
+        f"this jaxlib (of jax {jax.__version__}) refuses the native library: it was built for XLA FFI "
         f"API {built}, jaxlib has {runtime}. A library runs on the same or a newer API: install "
         f"jax >= 0.10.2, or rebuild with `pip install --force-reinstall --no-deps .`. XLA says: "
         f"{reason}"

@@ -23,6 +23,6 @@ class CompileCounter:
         """Stop counting."""
         self._is_open = False
 
-    def _on_event(self, name: str, _duration_s: float, **_: str | int) -> None:
-        if self._is_open and name == _EVENT:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if self._is_open and event == _EVENT:
             self.count += 1

@@ -18,21 +18,29 @@ from neojax.runner.stages import KV, Leaves, Stages
 
 
 class Programs:
-    """The jitted stages of one shape. Pools, tokens and activations are donated."""
+    """The jitted stages of one shape. Pools, tokens and activations are donated.
 
-    def __init__(self, stages: Stages) -> None:
+    ends: programs of the same shape on another channel; embedding and head are shared with them.
+    """
+
+    def __init__(self, stages: Stages, ends: Programs | None = None) -> None:
         self.stages = stages
+        self.owns_ends = ends is None
         jit = jax.jit
-        self.embed = jit(stages.embed)
         self.layers = jit(stages.layers, donate_argnums=(1, 3))
         self.enter = jit(stages.enter, donate_argnums=(3, 4))
         self.linear = jit(stages.linear, donate_argnums=(4, 7))
         self.leave = jit(stages.leave)
         self.attend = jit(stages.attend)
         self.attend_host_chunks = jit(stages.attend_host_chunks, donate_argnums=(3, 4))
+        if ends is not None:
+            self.embed, self.logits = ends.embed, ends.logits
+            self.head_greedy, self.head_sample = ends.head_greedy, ends.head_sample
+            return
+        self.embed = jit(stages.embed)
+        self.logits = jit(stages.logits)
         self.head_greedy = jit(functools.partial(stages.head, is_greedy=True), donate_argnums=3)
         self.head_sample = jit(functools.partial(stages.head, is_greedy=False), donate_argnums=3)
-        self.logits = jit(stages.logits)
 
     @property
     def shape(self) -> Shape:
@@ -87,7 +95,7 @@ def signatures(programs: Programs, a: Arguments, *, has_host: bool) -> Iterator[
     def of(name: str, *args: Any) -> Signature:
         return Signature(name, shape, getattr(programs, name), args)
 
-    if stages.channel is None or stages.channel.index == 0:
+    if programs.owns_ends:
         yield of("embed", a.ends, packed_host, a.tokens)
         yield of("head_greedy", a.ends, packed, x, a.tokens)
         yield of("head_sample", a.ends, packed, x, a.tokens)

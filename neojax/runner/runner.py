@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 
 B0, B1 = 0, 1
 
+WARM_UP_ROUNDS = {"gpu": 2}
+"""Runs of every program before ready. A GPU records CUDA graphs at the second run, and drops them
+when anything is compiled later; on the CPU backend a compiled program has nothing to warm."""
+
 
 class HostLaneError(RuntimeError):
     """A worker of the host lane reported an error; the step's tokens are void."""
@@ -73,11 +77,6 @@ class StepHandle:
         if self._host is not None and (error := self._host.error()):
             raise HostLaneError(error)
         return tokens
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `tokens` would return at once."""
-        return all(sampled.tokens.is_ready() for sampled in self._sampled)
 
     def logits(self) -> np.ndarray:
         """Logits [rows, V] float32 of the sampled rows; ValueError if `enqueue` was not told."""
@@ -167,11 +166,11 @@ class Runner:
         self._make_pools()
 
     def warm_up(self, *, progress: bool = True) -> list[tuple[Signature, jax.stages.Compiled]]:
-        """Compile every program, then run each twice; from then on a compile is counted."""
+        """Compile every program, and run each where that matters; from then on compiles count."""
         compiled = compile_all(
             self._signatures(), num_threads=max(1, os.cpu_count() or 1), progress=progress
         )
-        for _ in range(2):
+        for _ in range(WARM_UP_ROUNDS.get(jax.default_backend(), 0)):
             for shape in self._buckets.device_shapes:
                 for is_greedy in (True, False):
                     batch = self._empty_batch(shape, B0, is_greedy)
@@ -241,7 +240,7 @@ class Runner:
         attend = attention.device_attention()
         lane = None if self.host is None else self.host.lane.id
 
-        def programs(shape: Shape, index: int) -> Programs:
+        def programs(shape: Shape, index: int, ends: Programs | None = None) -> Programs:
             layout = MetaLayout(
                 shape=shape,
                 max_num_seqs=self.config.max_num_seqs,
@@ -251,11 +250,13 @@ class Runner:
                 num_scratch_slots=self.scratch_tokens,
             )
             channel = None if lane is None else Channel(lane, index)
-            return Programs(Stages(self._parts, layout, attend, channel))
+            return Programs(Stages(self._parts, layout, attend, channel), ends)
 
-        keys = [(shape, B0) for shape in self._buckets.device_shapes]
-        keys += [(shape, i) for shape in self._buckets.host_shapes for i in (B0, B1)]
-        return {(shape, index): programs(shape, index) for shape, index in keys}
+        made = {(shape, B0): programs(shape, B0) for shape in self._buckets.device_shapes}
+        for shape in self._buckets.host_shapes:
+            made[shape, B0] = programs(shape, B0)
+            made[shape, B1] = programs(shape, B1, ends=made[shape, B0])
+        return made
 
     def _signatures(self) -> list[Signature]:
         state = self._state
