@@ -107,9 +107,22 @@ class ServeConfig(EngineConfig):
     served_model_name: str | None = None
     """Name shown to clients instead of the model's own."""
     api_key: str | None = None
-    """Require this bearer token. Also read from NEOJAX_API_KEY."""
+    """Require this bearer token, or one of several separated by commas. Also read from
+    NEOJAX_API_KEY."""
+    allowed_origins: str | None = None
+    """Web pages of these origins, separated by commas, may call the server; * is all."""
+    ssl_certfile: str | None = None
+    """Serve HTTPS with this certificate (PEM)."""
+    ssl_keyfile: str | None = None
+    """Private key of the certificate, if it is not in the same file."""
+    chat_template: str | None = None
+    """File with a Jinja chat template instead of the model's own."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: requests without temperature, top_p or top_k get the model's generation_config.json."""
     max_num_queued_reqs: int = 1024
     """Requests waiting or running beyond which new ones get 503."""
+    request_timeout: float | None = None
+    """Seconds that a request may take from arrival to its last token. Default: any time."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM; 0 aborts them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -123,6 +136,29 @@ class ServeConfig(EngineConfig):
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
             ("max_num_queued_reqs", self.max_num_queued_reqs >= 1, "at least 1"),
             ("shutdown_timeout", self.shutdown_timeout >= 0, "0 or more"),
+            (
+                "request_timeout",
+                self.request_timeout is None or self.request_timeout > 0,
+                "above 0",
+            ),
+            ("api_key", self.api_key is None or any(self.api_keys), "a key"),
         ):
             if not ok:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+                shown = "nothing" if name == "api_key" else repr(getattr(self, name))
+                raise ValueError(f"{name} must be {rule}, got {shown}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile needs ssl_certfile, the certificate of this key")
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The accepted keys; none means that everybody may enter."""
+        return _items(self.api_key)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The origins whose pages may call the server."""
+        return _items(self.allowed_origins)
+
+
+def _items(listed: str | None) -> tuple[str, ...]:
+    return tuple(item.strip() for item in (listed or "").split(",") if item.strip())

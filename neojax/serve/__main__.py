@@ -22,7 +22,7 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     engine_command: Sequence[str] | None = None,
-    load_text: Callable[[str], TextModel] | None = None,
+    load_text: Callable[[ServeConfig], TextModel] | None = None,
     stall_s: float | None = None,
 ) -> int:
     """Run a server; the exit code. The keyword arguments replace parts of it in tests."""
@@ -32,9 +32,11 @@ def main(
     log.setup(config.log_level)
 
     # After the command line: --help and mistakes are answered without loading the server.
-    from neojax.serve.listener import listen
+    from neojax.serve.listener import check_certificate, listen
 
     try:
+        if config.ssl_certfile is not None:
+            check_certificate(config.ssl_certfile, config.ssl_keyfile)
         sock = listen(config.host, config.port)
     except OSError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)

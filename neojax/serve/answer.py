@@ -7,6 +7,7 @@ that an error before the first token is still a real HTTP error.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 
 import msgspec
@@ -33,6 +34,7 @@ class Answer(Response):
         num_prompt_tokens: int,
         stream: bool,
         include_usage: bool,
+        deadline_s: float | None,
     ) -> None:
         super().__init__()
         self._generation = generation
@@ -41,6 +43,7 @@ class Answer(Response):
         self._num_prompt_tokens = num_prompt_tokens
         self._stream = stream
         self._include_usage = include_usage
+        self._deadline_s = deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; called by the framework."""
@@ -53,7 +56,7 @@ class Answer(Response):
                 texts: list[list[str]] = [[] for _ in range(self._num_choices)]
                 ends: dict[int, TextDelta] = {}
                 while not generation.is_finished:
-                    for delta in await generation.deltas():
+                    for delta in await self._deltas():
                         texts[delta.index].append(delta.text)
                         ends[delta.index] = delta
                 ended = [
@@ -69,7 +72,7 @@ class Answer(Response):
         with self._generation as generation:
             try:
                 # Headers wait for the first tokens: until then an error can be a real 5xx.
-                deltas = await generation.deltas()
+                deltas = await self._deltas()
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return
@@ -97,13 +100,24 @@ class Answer(Response):
                     await _send_events(send, events)
                     if generation.is_finished:
                         break
-                    deltas = await generation.deltas()
+                    deltas = await self._deltas()
                 if self._include_usage:
                     events.append(_event(self._shape.usage_chunk(self._usage())))
             except ApiError as error:
                 events.append(b"data: " + error.body() + b"\n\n")
             events.append(b"data: [DONE]\n\n")
             await _send_events(send, events, is_last=True)
+
+    async def _deltas(self) -> list[TextDelta]:
+        if self._deadline_s is None:
+            return await self._generation.deltas()
+        try:
+            left_s = self._deadline_s - time.monotonic()
+            async with asyncio.timeout(max(0.0, left_s)):
+                return await self._generation.deltas()
+        except TimeoutError:
+            message = "the request took longer than this server allows (--request-timeout)"
+            raise ApiError(504, message) from None
 
     def _usage(self) -> Usage:
         generated = self._generation.num_completion_tokens

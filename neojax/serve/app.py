@@ -101,6 +101,12 @@ def create_app(state: ServeState) -> FastAPI:
             raise ApiError(503, state.health_fault)
         return Response(status_code=200)
 
+    @app.get("/ready", summary="200 while new requests are taken, else 503 with the reason")
+    async def is_ready() -> Response:
+        if state.fault is not None:
+            raise ApiError(503, state.fault)
+        return Response(status_code=200)
+
     @app.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -135,12 +141,13 @@ def _generate(
     check_ids(body.stop_token_ids or [], ready.vocab_size, param="stop_token_ids")
     choices: list[Choice] = []
     for prompt_ids in prompts:
-        params = body.sampling_params(max_new_tokens(prompt_ids, asked, ready))
+        params = body.sampling_params(max_new_tokens(prompt_ids, asked, ready), text_model.defaults)
         for number in range(body.n or 1):
             # Choices of one prompt differ: each draws with its own seed.
             seed = None if params.seed is None else (params.seed + number) % 2**63
             choices.append(Choice(prompt_ids, dataclasses.replace(params, seed=seed)))
     state.admit(len(choices))
+    timeout_s = state.config.request_timeout
     requests = [NewRequest(ids, dataclasses.asdict(params)) for ids, params in choices]
     generation = TextGeneration(
         client.generate(requests), choices, text_model, state.metrics, arrival_s
@@ -152,6 +159,7 @@ def _generate(
         num_prompt_tokens=sum(map(len, prompts)),
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        deadline_s=None if timeout_s is None else arrival_s + timeout_s,
     )
 
 

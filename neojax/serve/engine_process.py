@@ -37,7 +37,7 @@ class EngineProcess:
         self.endpoint_in = f"ipc://{self._dir}/in"
         self.endpoint_out = f"ipc://{self._dir}/out"
 
-    async def start(self, config: EngineConfig, checkpoint: Path | None) -> None:
+    async def start(self, config: EngineConfig, checkpoint: Path) -> None:
         """Start the process and send it its settings; its output goes to our terminal."""
         # An own session: Ctrl-C in the terminal must reach the server alone, which drains.
         self._process = await asyncio.create_subprocess_exec(
@@ -49,7 +49,7 @@ class EngineProcess:
         fields = [field.name for field in dataclasses.fields(EngineConfig)]
         first_line = {
             "config": {name: getattr(config, name) for name in fields},
-            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "checkpoint": str(checkpoint),
             "endpoint_in": self.endpoint_in,
             "endpoint_out": self.endpoint_out,
         }

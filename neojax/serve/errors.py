@@ -17,6 +17,7 @@ _TYPES = {
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
 
 

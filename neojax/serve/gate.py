@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -18,18 +19,18 @@ log = logging.getLogger("neojax.access")
 error_log = logging.getLogger("neojax.serve")
 
 # Probes must work without a key.
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 # Asked every few seconds by machines: logged at debug.
-_QUIET_PATHS = frozenset({"/health", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class Gate:
     """ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._authorizations = [f"Bearer {key}".encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event of the server."""
@@ -75,7 +76,8 @@ class Gate:
             )
 
     def _may_enter(self, path: str, headers: Headers) -> bool:
-        if self._authorization is None or path in OPEN_PATHS:
+        if not self._authorizations or path in OPEN_PATHS:
             return True
         given = headers.get("authorization", "").encode("latin-1", "replace")
-        return hmac.compare_digest(given, self._authorization)
+        # All are compared, so that the time does not tell which one is near.
+        return any([hmac.compare_digest(given, known) for known in self._authorizations])

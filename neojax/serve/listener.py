@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -30,9 +31,18 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url(sock: socket.socket) -> str:
+def check_certificate(certfile: str, keyfile: str | None) -> None:
+    """Raise OSError saying what is wrong when HTTPS could not be served with these files."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+    except OSError as error:  # SSLError is one too
+        raise OSError(f"--ssl-certfile {certfile} with key {keyfile}: {error}") from error
+
+
+def url(sock: socket.socket, *, is_https: bool = False) -> str:
     """http://host:port of a listening socket."""
+    scheme = "https" if is_https else "http"
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -6,6 +6,7 @@ sees them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import (
@@ -131,6 +132,13 @@ class _EngineCollector:
             "Requests in the batch, by where their KV lives",
             "placement",
             {"device": stats.num_running_device, "host": stats.num_running_host},
+        )
+        yield self._family(
+            gauge,
+            "last_step_age_seconds",
+            "Time since the engine finished a step",
+            None,
+            max(0.0, time.time() - stats.last_step_unix_s),
         )
         yield self._family(
             gauge, "num_requests_waiting", "Requests not yet running", None, stats.num_waiting

@@ -22,6 +22,7 @@ from pydantic import (
 
 from neojax.sampling_params import MAX_SEED, MAX_STOP_STRINGS, Placement, SamplingParams
 from neojax.serve.errors import ApiError
+from neojax.serve.sampling_defaults import SamplingDefaults
 
 log = logging.getLogger("neojax.serve")
 
@@ -207,13 +208,13 @@ class _Generate(_Request):
         """Whether the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self, max_tokens: int) -> SamplingParams:
+    def sampling_params(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
         """The parameters of one choice; max_tokens is already fitted to the context."""
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=0 if self.top_k is None else self.top_k,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
             seed=self.seed,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),

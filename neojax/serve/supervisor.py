@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from neojax.config import ServeConfig
 from neojax.serve.app import create_app
@@ -44,12 +46,12 @@ class Supervisor:
         config: ServeConfig,
         sock: socket.socket,
         engine_command: Sequence[str],
-        load_text: Callable[[str], TextModel],
+        load_text: Callable[[ServeConfig], TextModel],
         stall_s: float,
     ) -> None:
         self._config = config
         self._sock = sock
-        self._url = url(sock)
+        self._url = url(sock, is_https=config.ssl_certfile is not None)
         self._load_text = load_text
         self._state = ServeState(config, stall_s)
         self._engine = EngineProcess(engine_command)
@@ -62,7 +64,9 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signum)
         http = _HttpServer(
             uvicorn.Config(
-                Gate(create_app(self._state), self._config.api_key),
+                self._application(),
+                ssl_certfile=self._config.ssl_certfile,
+                ssl_keyfile=self._config.ssl_keyfile,
                 http="h11",  # bounds the size of headers
                 h11_max_incomplete_event_size=64 * 1024,
                 ws="none",
@@ -99,10 +103,23 @@ class Supervisor:
             await self._end_engine()
         return exit_code
 
+    def _application(self) -> ASGIApp:
+        app: ASGIApp = Gate(create_app(self._state), self._config.api_keys)
+        if self._config.origins:
+            # Outside the gate: a browser's preflight request carries no key.
+            app = CORSMiddleware(
+                app,
+                allow_origins=self._config.origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
+        return app
+
     async def _run_engine(self) -> str:
         """Bring the engine up and watch it; returns only when it failed, with the reason."""
         try:
-            text_model = await _in_daemon_thread(lambda: self._load_text(self._config.model))
+            text_model = await _in_daemon_thread(lambda: self._load_text(self._config))
         except Exception as error:  # whatever it is, the server ends and says so
             log.debug("loading failed", exc_info=error)
             return f"{self._config.model} cannot be loaded: {error}"

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from neojax.config import ServeConfig
 from neojax.hub import resolve_checkpoint
 from neojax.sampling_params import SamplingParams
 from neojax.serve.errors import ApiError
+from neojax.serve.sampling_defaults import SamplingDefaults
 from neojax.text.chat_template import render_chat
 from neojax.text.detokenizer import Detokenizer
 from neojax.text.tokenizer import Tokenizer
@@ -22,15 +24,36 @@ _LONG_TEXT = 4096
 class TextModel:
     """A checkpoint as the HTTP process sees it. Faults of a client's text are ApiErrors."""
 
-    def __init__(self, tokenizer: Tokenizer, checkpoint: Path | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        checkpoint: Path,
+        *,
+        chat_template: str | None = None,
+        defaults: SamplingDefaults | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.checkpoint = checkpoint
+        self.chat_template = chat_template or tokenizer.chat_template
+        self.defaults = defaults or SamplingDefaults()
 
     @classmethod
-    def load(cls, model: str) -> TextModel:
-        """Fetch the checkpoint of `model` if need be and read its tokenizer; blocks."""
-        checkpoint = resolve_checkpoint(model)
-        return cls(Tokenizer.from_checkpoint(checkpoint), checkpoint)
+    def load(cls, config: ServeConfig) -> TextModel:
+        """Fetch the checkpoint if need be and read its tokenizer; blocks.
+
+        Raises OSError or ValueError saying what is missing or wrong.
+        """
+        checkpoint = resolve_checkpoint(config.model)
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        template = None
+        if config.chat_template is not None:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+            # A mistake in the file must end the start, not the first request.
+            render_chat(template, [{"role": "user", "content": "test"}])
+        defaults = SamplingDefaults()
+        if config.generation_config == "auto":
+            defaults = SamplingDefaults.of_checkpoint(checkpoint)
+        return cls(tokenizer, checkpoint, chat_template=template, defaults=defaults)
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text."""
@@ -50,7 +73,7 @@ class TextModel:
         add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation. The template writes the special tokens itself."""
-        template = self.tokenizer.chat_template
+        template = self.chat_template
         if not template:
             raise ApiError(
                 400,

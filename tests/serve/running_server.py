@@ -39,7 +39,7 @@ class RunningServer:
             self.lines.append(line.rstrip())
 
     def _listening(self) -> str | None:
-        found = re.search(r"listening on (http://\S+),", self.stderr)
+        found = re.search(r"listening on (https?://\S+),", self.stderr)
         return found[1] if found else None
 
     @property

@@ -57,6 +57,7 @@ def test_the_server_listens_before_the_model_is_loaded(tiny_checkpoint: Path, tm
         assert "loading" in reply.json()["error"]["message"]
         refused = server.complete("a")
         assert refused.status_code == 503
+        assert server.get("/ready").status_code == 503
         assert int(refused.headers["retry-after"]) > 0
         assert server.get("/v1/models").status_code == 200
         assert server.get("/metrics").status_code == 200
@@ -128,6 +129,24 @@ def test_requests_beyond_the_queue_limit_get_503_and_retry_after(
         assert server.complete("a", n=3).status_code == 503
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_ends_with_a_timeout_and_is_aborted(
+    tiny_checkpoint: Path, tmp_path: Path, stream: bool
+):
+    with serving(tiny_checkpoint, tmp_path, "--request-timeout", "0.4") as server:
+        before_first = server.complete(script(wait=30), stream=stream)
+        assert before_first.status_code == 504
+        assert "--request-timeout" in before_first.json()["error"]["message"]
+        running = server.complete(script(delay=0.02), max_tokens=400, stream=stream)
+        if stream:
+            error = json.loads(running.text.split("\n\n")[-3].removeprefix("data: "))["error"]
+            assert error["code"] == 504
+        else:
+            assert running.status_code == 504
+        assert server.is_alive()
+        assert len(server.events("abort")) == 2
+
+
 @pytest.mark.parametrize("by_env", [False, True])
 def test_an_api_key_is_needed_everywhere_but_at_the_probes(
     tiny_checkpoint: Path, tmp_path: Path, by_env: bool, monkeypatch: pytest.MonkeyPatch
@@ -136,9 +155,9 @@ def test_an_api_key_is_needed_everywhere_but_at_the_probes(
         monkeypatch.setattr(
             "tests.serve.running_server._env", lambda: {**os.environ, "NEOJAX_API_KEY": "s3cret"}
         )
-    flags = () if by_env else ("--api-key", "s3cret")
+    flags = () if by_env else ("--api-key", "other, s3cret")
     with serving(tiny_checkpoint, tmp_path, *flags) as server:
-        for path in ("/health", "/metrics", "/version"):
+        for path in ("/health", "/ready", "/metrics", "/version"):
             assert server.get(path).status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             for path in ("/v1/models", "/openapi.json"):
