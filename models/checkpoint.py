@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -103,8 +104,23 @@ def _read_parameters(
                 buffer = buffers.pop(part.param)
                 arrays[part.param] = jax.device_put(buffer)
                 bar.update(buffer.nbytes)
-    jax.block_until_ready(arrays)
+    _refuse_not_finite(arrays, parts, str(checkpoint.path))
     return arrays
+
+
+def _refuse_not_finite(
+    arrays: Mapping[ParamPath, jax.Array], parts: Mapping[str, Part], source: str
+) -> None:
+    """Raise ValueError naming the tensors of parameters with NaN or infinity: they would turn
+    every answer into nonsense. Looked for on the device, which reads its memory fastest."""
+    is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
+    flags = {path: is_finite(array) for path, array in arrays.items()}
+    bad = [name for name, part in parts.items() if not flags[part.param]]
+    if bad:
+        raise ValueError(
+            f"{source} is damaged: NaN or infinite values in {', '.join(bad[:10])}"
+            + (f" and {len(bad) - 10} more tensors" if len(bad) > 10 else "")
+        )
 
 
 def _fill(buffer: np.ndarray, part: Part, values: np.ndarray, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 from neojax.models.rope_scaling import (
@@ -10,6 +11,8 @@ from neojax.models.rope_scaling import (
     PerFrequencyRopeScaling,
     RopeScaling,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +98,19 @@ class ModelConfig:
         from neojax.models import hf_config
 
         return hf_config.read_config(path)
+
+
+def full_attention_context(context: int, window: int | None) -> int:
+    """Longest context served of a model whose layers look back `window` tokens (None: all).
+
+    Within the window every token sees all before it, so that full attention is exact.
+    """
+    if window is None or window >= context:
+        return context
+    log.warning(
+        "context limited to %d of %d tokens: the model attends through a sliding window of that "
+        "length, and only full attention is supported",
+        window,
+        context,
+    )
+    return window

@@ -21,6 +21,8 @@ _INNER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -37,7 +39,13 @@ class GgufCheckpoint:
     def __init__(self, path: Path, config: ModelConfig):
         self.path = path
         self._file = open_gguf(path)
-        self._num_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        # Of the architectures here only llama's are stored in pairs.
+        is_paired = self._file.require("general.architecture") == "llama"
+        self._paired_heads = (
+            {"q_proj.weight": config.num_heads, "k_proj.weight": config.num_kv_heads}
+            if is_paired
+            else {}
+        )
         self._stored_names = {
             hugging_face_name(name): name
             for name in self._file.tensors
@@ -54,19 +62,17 @@ class GgufCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """A tensor's values, float32."""
         values = self._file.read(self._stored_names[name])
-        projection = name.removesuffix(".weight").rpartition(".")[2]
-        if projection in self._num_heads:
-            return half_split_rows(values, self._num_heads[projection])
-        return values
+        num_heads = self._paired_heads.get(".".join(name.split(".")[-2:]))
+        return values if num_heads is None else half_split_rows(values, num_heads)
 
 
 def hugging_face_name(name: str) -> str:
     """Name of a GGUF tensor in a Hugging Face Llama; unknown names come back as they are."""
     if name in _OUTER:
         return _OUTER[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match and match[2] in _INNER:
-        return f"model.layers.{match[1]}.{_INNER[match[2]]}.weight"
+        return f"model.layers.{match[1]}.{_INNER[match[2]]}.{match[3]}"
     return name
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
 
-from neojax.models.config import ModelConfig
+from neojax.models.config import ModelConfig, full_attention_context
 from neojax.models.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
-
-log = logging.getLogger(__name__)
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -132,23 +129,12 @@ def _sliding_window(raw: dict[str, Any], kind: str) -> int | None:
 
 
 def _context(raw: dict[str, Any], scaling: RopeScaling | None, window: int | None) -> int:
-    """Longest context: what yarn stretches it to, but no longer than a sliding window.
-
-    Within the window every token sees all before it, so that full attention is exact.
-    """
+    """Longest context: what yarn stretches it to, but no longer than a sliding window."""
     context = raw.get("max_position_embeddings", 2048)
     if isinstance(scaling, YarnRopeScaling):
         stretched = int(scaling.factor * scaling.original_max_position_embeddings)
         context = max(context, stretched)
-    if window is not None and window < context:
-        log.warning(
-            "context limited to %d of %d tokens: the model attends through a sliding window of "
-            "that length, and only full attention is supported",
-            window,
-            context,
-        )
-        return window
-    return context
+    return full_attention_context(context, window)
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -6,17 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from neojax.models.gguf_file import GgufFile
 
 CONTROL, USER_DEFINED = 3, 4  # token types of the format
 
-# Llama 3's pattern: contractions, words, numbers of up to three digits, punctuation, blanks.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+# Contractions, words, numbers, punctuation, blanks. Llama 3's numbers have up to three digits,
+# Qwen's one.
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_PATTERNS = {
+    "llama-bpe": _PATTERN % "{1,3}",
+    "llama3": _PATTERN % "{1,3}",
+    "llama-v3": _PATTERN % "{1,3}",
+    "qwen2": _PATTERN % "",
+}
 
 # Tokens that end a turn, though only one can be the file's eos_token_id.
 _END_OF_GENERATION = {
@@ -51,6 +58,8 @@ def build_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
             ignore_merges=name == "llama-bpe",
         )
     )
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(name, file.path)
     tokenizer.decoder = decoders.ByteLevel()
     types = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
@@ -95,16 +104,16 @@ def _pre_tokenizer(name: str, path: Path) -> Any:
                     byte_level(add_prefix_space=False, use_regex=True),
                 ]
             )
-        case "llama-bpe" | "llama3" | "llama-v3":
+        case _ if name in _PATTERNS:
             return pre_tokenizers.Sequence(
                 [
-                    pre_tokenizers.Split(Regex(_LLAMA3), behavior="isolated"),
+                    pre_tokenizers.Split(Regex(_PATTERNS[name]), behavior="isolated"),
                     byte_level(add_prefix_space=False, use_regex=False),
                 ]
             )
         case "gpt-2" | "default":
             return byte_level(add_prefix_space=False, use_regex=True)
     raise ValueError(
-        f"{path}: pre-tokenizer {name!r} is not supported; supported: smollm, llama-bpe, gpt-2. "
-        "Use the model's Hugging Face directory, which has tokenizer.json"
+        f"{path}: pre-tokenizer {name!r} is not supported; supported: smollm, llama-bpe, qwen2, "
+        "gpt-2. Use the model's Hugging Face directory, which has tokenizer.json"
     )

@@ -161,6 +161,14 @@ def test_all_problems_come_in_one_error(tmp_path):
         assert word in str(raised.value)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_numbers_are_found_before_the_first_answer(tmp_path, value):
+    damaged = WEIGHTS[Q_PROJ].copy()
+    damaged[-1, -1] = value
+    with pytest.raises(ValueError, match=rf"damaged: NaN or infinite values in .*{Q_PROJ}"):
+        load(write_single(tmp_path, WEIGHTS | {Q_PROJ: damaged}))
+
+
 def remove_shard(directory: Path) -> None:
     (directory / "model-00002-of-00003.safetensors").unlink()
 

@@ -41,7 +41,8 @@ def gguf_checkpoint(path: Path, name: str) -> Path:
     """The same tiny model as llama.cpp's converter writes it: q and k rows paired for its rope."""
     config = golden_models.CONFIGS[name]
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    writer = gguf.GGUFWriter(path, "llama")
+    architecture = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -54,14 +55,16 @@ def gguf_checkpoint(path: Path, name: str) -> Path:
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"]
+    )
     for hf_name, tensor in golden_models.weights(config).items():
         for kind, count in heads.items():
-            if f"{kind}_proj" in hf_name:
+            if f"{kind}_proj.weight" in hf_name and architecture == "llama":
                 rows, columns = tensor.shape
                 halves = tensor.reshape(count, 2, rows // count // 2, columns)
                 tensor = halves.swapaxes(1, 2).reshape(rows, columns)
-        writer.add_tensor(names.get_name(hf_name, (".weight",)), tensor)
+        writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,7 +79,7 @@ def test_logits_of_tiny_models_equal_transformers(tmp_path, name):
     assert_close(ours[golden_models.LOGIT_POSITIONS], golden(name)["logits"])
 
 
-@pytest.mark.parametrize("name", ["mha_h64", "gqa3_h64", "gqa4_h128"])
+@pytest.mark.parametrize("name", ["mha_h64", "gqa3_h64", "gqa4_h128", "qwen2", "qwen3"])
 def test_logits_of_tiny_gguf_models_equal_transformers(tmp_path, name):
     model = load(gguf_checkpoint(tmp_path / "tiny.gguf", name))
     ours = logits_of(model, golden_models.prompt_ids(name))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -212,6 +214,65 @@ def test_the_default_model_is_read_from_its_gguf_file(default_checkpoint):
         name="SmolLM2-135M-Instruct.Q4_1",
     )
     assert config.num_parameters == 134_515_008
+
+
+def write_gguf(path: Path, architecture: str = "llama", **changes: object) -> Path:
+    """Metadata of a small model without tensors; in `changes` two underscores stand for a dot."""
+    writer = gguf.GGUFWriter(path, architecture)
+    keys = {
+        "vocab_size": 32,
+        "context_length": 8192,
+        "embedding_length": 64,
+        "block_count": 2,
+        "feed_forward_length": 128,
+        "attention__head_count": 4,
+        "attention__head_count_kv": 2,
+    } | changes
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)
+    for key, value in keys.items():
+        name = f"{architecture}.{key.replace('__', '.')}"
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_uint32(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"head_dim": 16, "tie_embeddings": True, "rms_norm_eps": 1e-6}),
+        ({"attention__head_count_kv": [2, 2]}, {"num_kv_heads": 2}),
+        ({"attention__key_length": 32, "attention__value_length": 32}, {"head_dim": 32}),
+        ({"attention__sliding_window": 4096}, {"max_position_embeddings": 4096}),
+        ({"architecture": "qwen2"}, {"qkv_bias": True}),
+        ({"architecture": "qwen3"}, {"qk_norm": True}),
+    ],
+)
+def test_gguf_metadata_gives_the_config(tmp_path, changes, expected):
+    config = ModelConfig.from_checkpoint(write_gguf(tmp_path / "a.gguf", **changes))
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architecture": "mamba"}, "'mamba' is not supported"),
+        ({"expert_count": 8}, "mixture-of-experts"),
+        ({"attention__head_count_kv": [2, 1]}, "differs between layers"),
+        ({"rope__dimension_count": 8}, "rope.dimension_count 8 differs"),
+        ({"rope__scaling__type": "yarn"}, "'yarn' is not supported"),
+        ({"rope__scaling__type": "linear"}, "rope.scaling.factor is missing"),
+    ],
+)
+def test_gguf_metadata_that_is_not_computed_here_is_refused_by_name(tmp_path, changes, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        ModelConfig.from_checkpoint(write_gguf(tmp_path / "a.gguf", **changes))
 
 
 def test_llama3_frequencies_keep_short_wavelengths_and_divide_long_ones():

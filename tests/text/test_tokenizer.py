@@ -198,7 +198,9 @@ def test_gguf_tokens_keep_their_kinds(tmp_path):
     assert tokenizer.eos_ids == {256, 258}
 
 
-@pytest.mark.parametrize(("pre", "count"), [("smollm", 2), ("llama-bpe", 1), ("default", 1)])
+@pytest.mark.parametrize(
+    ("pre", "count"), [("smollm", 2), ("llama-bpe", 1), ("qwen2", 2), ("default", 1)]
+)
 def test_gguf_pre_tokenizers_split_digits_as_they_should(tmp_path, pre, count):
     tokenizer = Tokenizer.from_checkpoint(write_gguf(tmp_path / "a.gguf", pre=pre))
     assert len(tokenizer.encode("12", add_special_tokens=False)) == count
