@@ -101,7 +101,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
 
 def enable_compilation_cache() -> None:
     """Keep compiled programs on disk, unless the user has chosen otherwise."""
-    if jax.config.read("jax_compilation_cache_dir") is None:
+    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - not in jax's stubs
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
