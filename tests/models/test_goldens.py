@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
 from neojax.models.llama import Llama
+from neojax.text.tokenizer import Tokenizer
 from tests.models import golden_models
 from tests.models.attention import logits_of
 
@@ -104,3 +106,16 @@ def test_greedy_text_of_the_default_model_equals_transformers_where_the_margin_i
     assert expected["margins"].min() > 0.05
     logits = logits_of(smollm2, np.concatenate([prompt, continuation]))
     np.testing.assert_array_equal(logits[len(prompt) - 1 : -1].argmax(-1), continuation)
+
+
+def test_perplexity_of_the_default_model_equals_transformers(smollm2, default_checkpoint):
+    expected = golden("smollm2_passage")
+    ids = expected["ids"]
+    text = (golden_models.GOLDENS / "passage.txt").read_text(encoding="utf-8")
+    assert Tokenizer.from_checkpoint(default_checkpoint).encode(text) == ids.tolist()
+    logprobs = np.asarray(jax.nn.log_softmax(logits_of(smollm2, ids)))
+    ours = np.take_along_axis(logprobs[:-1], ids[1:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(ours, expected["logprobs"], atol=1e-3)
+    perplexity, theirs = (float(np.exp(-x.mean())) for x in (ours, expected["logprobs"]))
+    assert perplexity == pytest.approx(theirs, rel=1e-5)
+    assert 10 < perplexity < 40
