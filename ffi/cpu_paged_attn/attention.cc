@@ -1,7 +1,6 @@
 #include "ffi/cpu_paged_attn/attention.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -50,7 +49,8 @@ class Job {
         row_elements_(int64_t{params.num_q_heads + 2 * shape_.num_kv_heads} *
                       shape_.head_dim) {}
 
-  void RunItem(const Item& item) const {
+  // `next`, if not null, is what this thread will probably work on next.
+  void RunItem(const Item& item, const Item* next) const {
     if (item.is_last && call_.append) Append(item.row, item.head);
     const int head_dim = shape_.head_dim;
     alignas(64) float q[kMaxGroup * kMaxHeadDim];
@@ -66,6 +66,12 @@ class Job {
     args.tiles_per_block = shape_.tiles_per_block();
     args.begin = item.begin;
     args.end = item.end;
+    const bool has_next = next != nullptr;
+    args.next_base =
+        has_next ? cache_.HeadBase(call_.layer, next->head) : nullptr;
+    args.next_table = has_next ? plan_.table(next->row) : nullptr;
+    args.next_begin = has_next ? next->begin : 0;
+    args.next_end = has_next ? next->end : 0;
     args.head_dim = head_dim;
     args.scale = params_.scale;
     args.softcap = params_.softcap;
@@ -139,20 +145,6 @@ class Job {
   const int64_t row_elements_;
 };
 
-// Calls fn(i) for 0 <= i < count, each once, on as many threads as are worth
-// waking.
-template <class Fn>
-void ForEach(WorkerPool& pool, int count, Fn fn) {
-  std::atomic<int> next{0};
-  pool.Run(count, [&](int) {
-    for (;;) {
-      int i = next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= count) return;
-      fn(i);
-    }
-  });
-}
-
 }  // namespace
 
 void CheckParams(const CacheShape& shape, const AttentionParams& params) {
@@ -174,8 +166,9 @@ void Attend(HostKVCache& cache, WorkerPool& pool, const KernelTable& kernels,
             const AttentionParams& params, const Plan& plan,
             const AttentionCall& call) {
   Job job(cache, kernels, params, plan, call);
-  ForEach(pool, plan.num_items(call.num_rows),
-          [&](int i) { job.RunItem(plan.items()[i]); });
+  pool.ForEach(plan.num_items(call.num_rows), [&](int i, int next) {
+    job.RunItem(plan.items()[i], next < 0 ? nullptr : &plan.items()[next]);
+  });
 }
 
 void Store(HostKVCache& cache, WorkerPool& pool, const AttentionParams& params,
@@ -184,7 +177,7 @@ void Store(HostKVCache& cache, WorkerPool& pool, const AttentionParams& params,
   const CacheShape& shape = cache.shape();
   const int size = ElementSize(dtype);
   const int64_t row_heads = params.num_q_heads + 2 * shape.num_kv_heads;
-  ForEach(pool, num_chunks * shape.num_kv_heads, [&](int i) {
+  pool.ForEach(num_chunks * shape.num_kv_heads, [&](int i, int) {
     const int head = i % shape.num_kv_heads;
     const Chunk& chunk = plan.chunk(i / shape.num_kv_heads);
     const int32_t* table = plan.chunk_table(i / shape.num_kv_heads);
@@ -206,7 +199,7 @@ void Fetch(const HostKVCache& cache, WorkerPool& pool, const Plan& plan,
            Dtype dtype) {
   const CacheShape& shape = cache.shape();
   const int size = ElementSize(dtype);
-  ForEach(pool, num_chunks * shape.num_kv_heads, [&](int i) {
+  pool.ForEach(num_chunks * shape.num_kv_heads, [&](int i, int) {
     const int head = i % shape.num_kv_heads;
     const Chunk& chunk = plan.chunk(i / shape.num_kv_heads);
     const int32_t* table = plan.chunk_table(i / shape.num_kv_heads);

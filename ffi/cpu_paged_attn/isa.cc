@@ -1,9 +1,32 @@
 #include "ffi/cpu_paged_attn/isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <stdexcept>
 
 namespace neojax {
+
+#if defined(__x86_64__)
+namespace {
+
+// Whether the machine has AMX with BF16 and the kernel lets this process use
+// it, which must be asked for once: tiles make thread switches dearer.
+bool RequestAmx() {
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+}  // namespace
+#endif
 
 std::vector<const KernelTable*> AvailableKernels() {
   std::vector<const KernelTable*> tables = {&kScalarKernels};
@@ -24,6 +47,13 @@ std::vector<const KernelTable*> AvailableKernels() {
             kAvx512Kernels.read,
         };
         tables.push_back(&kWithBf16);
+        static const KernelTable kWithAmx = {
+            kAmxKernels.name,     kAvx512Kernels.float32,
+            kAmxKernels.bfloat16, kAvx512Kernels.float16,
+            kAvx512Kernels.read,
+        };
+        static const bool has_amx = RequestAmx();
+        if (has_amx) tables.push_back(&kWithAmx);
       }
     }
   }

@@ -24,13 +24,17 @@ struct AttendArgs {
   int64_t tile_bytes;    // K and V of 16 tokens
   int tiles_per_block;
   int begin, end;  // tokens [begin, end) are attended to; not empty
-  int group;       // G, 1 to kMaxGroup
-  int head_dim;    // H, a multiple of 8 up to kMaxHeadDim
-  float scale;     // of the logits
-  float softcap;   // c: logits become c * tanh(logit / c); 0: unchanged
-  float* out;      // [G, H]: sum of exp2(x - max) * v, not normalised
-  float* max;      // [G]: largest logit, times log2(e)
-  float* sum;      // [G]: sum of exp2(x - max)
+  // Where the caller will go on, to be asked for early; next_end = 0: unknown.
+  const char* next_base;
+  const int32_t* next_table;
+  int next_begin, next_end;
+  int group;      // G, 1 to kMaxGroup
+  int head_dim;   // H, a multiple of 8 up to kMaxHeadDim
+  float scale;    // of the logits
+  float softcap;  // c: logits become c * tanh(logit / c); 0: unchanged
+  float* out;     // [G, H]: sum of exp2(x - max) * v, not normalised
+  float* max;     // [G]: largest logit, times log2(e)
+  float* sum;     // [G]: sum of exp2(x - max)
 };
 
 using AttendFn = void (*)(const AttendArgs&);
@@ -53,6 +57,7 @@ extern const KernelTable kScalarKernels;
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
 extern const KernelTable kAvx512Bf16Kernels;  // bfloat16 only
+extern const KernelTable kAmxKernels;         // bfloat16 only
 
 }  // namespace neojax
 

@@ -250,11 +250,12 @@ struct Attention {
     static constexpr int value = kValue;
   };
 
-  // Logits of one head's strip in base 2, `first` and `last` being the valid
-  // tokens; then x becomes exp2(x - max) and max, sum and decay are updated.
-  static void Softmax(const AttendArgs& a, float* x, int num_tokens, int first,
-                      int last, float* max, float* sum, float* decay) {
+  // Turns one head's scores of a strip into logits in base 2; tokens outside
+  // [first, last) become minus infinity. Returns the largest.
+  static float Logits(const AttendArgs& a, float* x, int num_tokens, int first,
+                      int last) {
     using F = typename I::F;
+    F top = I::Set(-__builtin_inff());
     if (a.softcap > 0.0f) {
       // c * tanh(y / c), by e^-2|z| because of the exponential's range.
       F by = I::Set(2.0f * kLog2E * a.scale / a.softcap);
@@ -263,35 +264,59 @@ struct Attention {
         F z = I::Mul(I::template Load<false>(x + t), by);
         F e = Exp2<I>(I::Min(z, I::Sub(I::Set(0.0f), z)));
         F tanh = I::Div(I::Sub(I::Set(1.0f), e), I::Add(I::Set(1.0f), e));
-        I::Store(x + t, I::Mul(I::CopySign(tanh, z), cap));
+        F y = I::Mul(I::CopySign(tanh, z), cap);
+        I::Store(x + t, y);
+        top = I::Max(top, y);
       }
     } else {
       F by = I::Set(a.scale * kLog2E);
       for (int t = 0; t < num_tokens; t += I::kLanes) {
-        I::Store(x + t, I::Mul(I::template Load<false>(x + t), by));
+        F y = I::Mul(I::template Load<false>(x + t), by);
+        I::Store(x + t, y);
+        top = I::Max(top, y);
       }
     }
-    for (int t = 0; t < first; ++t) x[t] = -__builtin_inff();
-    for (int t = last; t < num_tokens; ++t) x[t] = -__builtin_inff();
-    F top = I::template Load<false>(x);
-    for (int t = I::kLanes; t < num_tokens; t += I::kLanes) {
-      top = I::Max(top, I::template Load<false>(x + t));
+    if (first > 0 || last < num_tokens) {
+      for (int t = 0; t < first; ++t) x[t] = -__builtin_inff();
+      for (int t = last; t < num_tokens; ++t) x[t] = -__builtin_inff();
+      top = I::template Load<false>(x);
+      for (int t = I::kLanes; t < num_tokens; t += I::kLanes) {
+        top = I::Max(top, I::template Load<false>(x + t));
+      }
     }
-    float new_max = I::HorizontalMax(top);
-    if (!(new_max > *max)) new_max = *max;
-    *decay = __builtin_exp2f(*max - new_max);
-    *max = new_max;
-    F shift = I::Set(new_max);
-    F total = I::Set(0.0f);
-    for (int t = 0; t < num_tokens; t += I::kLanes) {
-      F p = Exp2<I>(I::Sub(I::template Load<false>(x + t), shift));
-      I::Store(x + t, p);
-      total = I::Add(total, p);
-    }
-    *sum = *sum * *decay + I::HorizontalSum(total);
+    return I::HorizontalMax(top);
   }
 
-  static const Element* TileAt(const AttendArgs& a, int tile) {
+  // One step of the online softmax over a strip's scores x [G, kStripTokens]:
+  // x becomes exp2(logit - max); a.max and a.sum are brought up to date, and
+  // decay[g] is what earlier sums are worth now.
+  static void Softmax(const AttendArgs& a, int group, float* x, int num_tokens,
+                      int first, int last, float* decay) {
+    using F = typename I::F;
+    for (int g = 0; g < group; ++g) {
+      const float old_max = a.max[g];
+      float top = Logits(a, x + g * kStripTokens, num_tokens, first, last);
+      if (top > a.max[g]) a.max[g] = top;
+      decay[g] = old_max - a.max[g];
+    }
+    for (int g = 0; g < group; g += I::kLanes) {
+      I::Store(decay + g, Exp2<I>(I::template Load<false>(decay + g)));
+    }
+    for (int g = 0; g < group; ++g) {
+      float* row = x + g * kStripTokens;
+      F shift = I::Set(a.max[g]);
+      F total = I::Set(0.0f);
+      for (int t = 0; t < num_tokens; t += I::kLanes) {
+        F p = Exp2<I>(I::Sub(I::template Load<false>(row + t), shift));
+        I::Store(row + t, p);
+        total = I::Add(total, p);
+      }
+      a.sum[g] = a.sum[g] * decay[g] + I::HorizontalSum(total);
+    }
+  }
+
+  static const Element* TileAt(const AttendArgs& a, const char* base,
+                               const int32_t* table, int tile) {
     int in_block = 0;
     int block = tile;
     if (a.tiles_per_block > 1) {
@@ -299,7 +324,28 @@ struct Attention {
       block = tile / a.tiles_per_block;
     }
     return reinterpret_cast<const Element*>(
-        a.base + a.table[block] * a.block_bytes + in_block * a.tile_bytes);
+        base + table[block] * a.block_bytes + in_block * a.tile_bytes);
+  }
+
+  // The K tiles of the strip that starts at `tile`, and those to ask for
+  // meanwhile: the strip after it, at the end the caller's next, and if there
+  // is none, what is in the cache anyway. A strip cut short repeats its last.
+  static void FindTiles(const AttendArgs& a, int tile, int last_tile,
+                        const Element** k, const Element** next) {
+    const int after = tile + kStripTiles;
+    const int next_first = a.next_begin / kTileTokens;
+    const int next_last = (a.next_end + kTileTokens - 1) / kTileTokens;
+    for (int i = 0; i < kStripTiles; ++i) {
+      k[i] = tile + i < last_tile ? TileAt(a, a.base, a.table, tile + i)
+                                  : k[i - 1];
+      if (after + i < last_tile) {
+        next[i] = TileAt(a, a.base, a.table, after + i);
+      } else if (after >= last_tile && next_first + i < next_last) {
+        next[i] = TileAt(a, a.next_base, a.next_table, next_first + i);
+      } else {
+        next[i] = k[i];
+      }
+    }
   }
 
   // kGroup, kDim: the group and head dim if known, else 0.
@@ -309,7 +355,8 @@ struct Attention {
     alignas(64) Weight packed_p[kMaxGroup * kStripPacks];
     alignas(64) Weight packed_q[kMaxGroup * kMaxHeadDim / kPack];
     alignas(64) Element clean_v[2][kTileTokens * kMaxHeadDim];
-    float decay[kMaxGroup], ones[kMaxGroup];
+    alignas(64) float decay[kMaxGroup] = {};
+    float ones[kMaxGroup];
     const int group = kGroup > 0 ? kGroup : a.group;
     const int head_dim = kDim > 0 ? kDim : a.head_dim;
     for (int g = 0; g < group; ++g) {
@@ -329,12 +376,9 @@ struct Attention {
       const Element* v[kStripTiles];
       const Element* next_k[kStripTiles];
       const Element* next_v[kStripTiles];
-      for (int i = 0; i < num_tiles; ++i) {
-        k[i] = TileAt(a, tile + i);
+      FindTiles(a, tile, last_tile, k, next_k);
+      for (int i = 0; i < kStripTiles; ++i) {
         v[i] = k[i] + kTileTokens * head_dim;
-        // At the end, what is in the cache anyway.
-        int next = tile + kStripTiles + i;
-        next_k[i] = next < last_tile ? TileAt(a, next) : k[i];
         next_v[i] = next_k[i] + kTileTokens * head_dim;
       }
       ForHeads<kGroup>(group, [&](int g, auto heads) {
@@ -368,9 +412,10 @@ struct Attention {
         v[num_tiles - 1] =
             CleanV(v[num_tiles - 1], head_dim, 0, last - before, clean_v[1]);
       }
-      for (int g = 0; g < group; ++g) {
-        Softmax(a, x + g * kStripTokens, num_tokens, first, last, a.max + g,
-                a.sum + g, decay + g);
+      if (num_tokens == kStripTokens) {
+        Softmax(a, group, x, kStripTokens, first, last, decay);
+      } else {
+        Softmax(a, group, x, num_tokens, first, last, decay);
       }
       const Weight* p = Pack(x, packed_p, group * kStripTokens);
       ForHeads<kGroup>(group, [&](int g, auto heads) {

@@ -85,20 +85,23 @@ Plan::Plan(const CacheShape& shape, int num_q_heads,
     const int first_tile = begin / 16;
     const int tiles = (len + 15) / 16 - first_tile;
     const int pieces = static_cast<int>((tiles + item_tiles - 1) / item_tiles);
-    for (int head = 0; head < shape.num_kv_heads; ++head) {
-      int split = -1;
-      if (pieces > 1) {
-        split = static_cast<int>(splits_.size());
-        splits_.push_back({num_parts, pieces});
-      }
-      for (int i = 0; i < pieces; ++i) {
-        auto tile_at = [&](int piece) {
-          return first_tile + static_cast<int>(int64_t{tiles} * piece / pieces);
-        };
-        bool is_last = i == pieces - 1;
-        items_.push_back({row, head, std::max(begin, tile_at(i) * 16),
-                          is_last ? len : tile_at(i + 1) * 16,
-                          pieces > 1 ? num_parts++ : -1, split, is_last});
+    // Heads of one range are neighbours in memory, so they follow each other.
+    const int first_split = static_cast<int>(splits_.size());
+    for (int head = 0; pieces > 1 && head < shape.num_kv_heads; ++head) {
+      splits_.push_back({num_parts, pieces});
+      num_parts += pieces;
+    }
+    auto tile_at = [&](int piece) {
+      return first_tile + static_cast<int>(int64_t{tiles} * piece / pieces);
+    };
+    for (int i = 0; i < pieces; ++i) {
+      const bool is_last = i == pieces - 1;
+      const int from = std::max(begin, tile_at(i) * 16);
+      const int to = is_last ? len : tile_at(i + 1) * 16;
+      for (int head = 0; head < shape.num_kv_heads; ++head) {
+        const int split = pieces > 1 ? first_split + head : -1;
+        const int part = pieces > 1 ? splits_[split].first_part + i : -1;
+        items_.push_back({row, head, from, to, part, split, is_last});
       }
     }
     items_before_row_.push_back(static_cast<int>(items_.size()));

@@ -52,7 +52,8 @@ bool BindThisThread(int cpu) {
 WorkerPool::WorkerPool(int num_threads, std::vector<int> cpus)
     : num_threads_(CheckedNumThreads(num_threads, cpus)),
       cpus_(std::move(cpus)),
-      may_spin_(UsableCores() >= 4) {
+      may_spin_(UsableCores() >= 4),
+      items_(new Items[num_threads_]) {
   try {
     for (int worker = 1; worker < num_threads_; ++worker) {
       helpers_.push_back(std::make_unique<Helper>());
@@ -83,8 +84,12 @@ void WorkerPool::Work(int worker, Helper* self) {
 
 void WorkerPool::Run(int max_workers, const std::function<void(int)>& fn) {
   std::lock_guard<std::mutex> lock(run_mutex_);
-  int num_helpers =
-      std::min(max_workers - 1, static_cast<int>(helpers_.size()));
+  RunLocked(std::min(max_workers, 1 + static_cast<int>(helpers_.size())), fn);
+}
+
+void WorkerPool::RunLocked(int num_workers,
+                           const std::function<void(int)>& fn) {
+  const int num_helpers = num_workers - 1;
   if (num_helpers <= 0) {
     fn(0);
     return;
@@ -95,6 +100,50 @@ void WorkerPool::Run(int max_workers, const std::function<void(int)>& fn) {
   for (int i = 0; i < num_helpers; ++i) helpers_[i]->go.Post();
   fn(0);
   finished_.Wait(SpinNs());
+}
+
+int WorkerPool::Items::TakeFirst(int* next) {
+  uint64_t seen = range.load(std::memory_order_relaxed);
+  for (;;) {
+    uint32_t begin = seen >> 32, end = static_cast<uint32_t>(seen);
+    if (begin >= end) return -1;
+    if (range.compare_exchange_weak(seen, seen + (uint64_t{1} << 32),
+                                    std::memory_order_relaxed)) {
+      *next = begin + 1 < end ? static_cast<int>(begin) + 1 : -1;
+      return static_cast<int>(begin);
+    }
+  }
+}
+
+int WorkerPool::Items::TakeLast() {
+  uint64_t seen = range.load(std::memory_order_relaxed);
+  for (;;) {
+    uint32_t begin = seen >> 32, end = static_cast<uint32_t>(seen);
+    if (begin >= end) return -1;
+    if (range.compare_exchange_weak(seen, seen - 1,
+                                    std::memory_order_relaxed)) {
+      return static_cast<int>(end) - 1;
+    }
+  }
+}
+
+void WorkerPool::ForEach(int count, const std::function<void(int, int)>& fn) {
+  std::lock_guard<std::mutex> lock(run_mutex_);
+  const int num_workers =
+      std::min(count, 1 + static_cast<int>(helpers_.size()));
+  for (int worker = 0; worker < num_workers; ++worker) {
+    uint64_t begin = int64_t{count} * worker / num_workers;
+    uint64_t end = int64_t{count} * (worker + 1) / num_workers;
+    items_[worker].range.store(begin << 32 | end, std::memory_order_relaxed);
+  }
+  RunLocked(num_workers, [&](int worker) {
+    int next = -1;
+    for (int i; (i = items_[worker].TakeFirst(&next)) >= 0;) fn(i, next);
+    for (int other = 1; other < num_workers; ++other) {
+      Items& from = items_[(worker + other) % num_workers];
+      for (int i; (i = from.TakeLast()) >= 0;) fn(i, -1);
+    }
+  });
 }
 
 void WorkerPool::Close() {

@@ -37,6 +37,11 @@ class WorkerPool {
   // the caller.
   void Run(int max_workers, const std::function<void(int)>& fn);
 
+  // Calls fn(i, next) once for each i in [0, count). `next` is the item this
+  // thread will probably get after i, or -1. Each thread starts with a run of
+  // neighbours and, when it has none left, takes from the ends of others'.
+  void ForEach(int count, const std::function<void(int, int)>& fn);
+
   // Armed while the sum of deltas is positive.
   void Arm(int delta) { armed_.fetch_add(delta, std::memory_order_relaxed); }
 
@@ -58,7 +63,16 @@ class WorkerPool {
     std::thread thread;
   };
 
+  // Items [begin, end) of one thread: begin in the upper half.
+  struct alignas(64) Items {
+    std::atomic<uint64_t> range{0};
+    // Both return -1 when there is none.
+    int TakeFirst(int* next);
+    int TakeLast();
+  };
+
   void Work(int worker, Helper* self);
+  void RunLocked(int num_workers, const std::function<void(int)>& fn);
 
   const int num_threads_;
   const std::vector<int> cpus_;
@@ -66,6 +80,7 @@ class WorkerPool {
   std::atomic<int> armed_{0};
   std::mutex run_mutex_;  // held by the job in progress
   std::vector<std::unique_ptr<Helper>> helpers_;
+  std::unique_ptr<Items[]> items_;                 // one a thread
   const std::function<void(int)>* job_ = nullptr;  // null: exit
   alignas(64) std::atomic<int> pending_{0};
   Signal finished_;

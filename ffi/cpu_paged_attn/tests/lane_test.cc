@@ -2,6 +2,7 @@
 #include "ffi/cpu_paged_attn/lane.h"
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -33,6 +34,20 @@ void TestEveryWorkerRunsEveryJobOnce() {
     int ran = 0;
     pool.Run(5, [&](int) { ++ran; });
     CHECK(ran == 1);
+  }
+}
+
+void TestEveryItemIsTakenOnce() {
+  WorkerPool pool(4);
+  for (int count : {0, 1, 3, 4, 5, 100, 1000}) {
+    std::vector<std::atomic<int>> taken(count);
+    pool.ForEach(count, [&](int i, int next) {
+      ++taken[i];
+      CHECK(next == -1 || next == i + 1);
+      // One thread dawdles: the others must take its items.
+      if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    });
+    for (std::atomic<int>& times : taken) CHECK(times == 1);
   }
 }
 
@@ -223,6 +238,7 @@ void TestStoreAndFetchCheckTheirRows() {
 
 int main() {
   neojax::TestEveryWorkerRunsEveryJobOnce();
+  neojax::TestEveryItemIsTakenOnce();
   neojax::TestJobsOfSeveralCallersDoNotMix();
   neojax::TestBadPoolsAreRefused();
   neojax::TestChannelsKeepTheirOrderUnderLoad();
