@@ -12,7 +12,7 @@ from tqdm import tqdm
 from neojax import hub
 from neojax.config import EngineConfig
 from neojax.engine.build import build_engine
-from neojax.engine.messages import RequestTokens
+from neojax.engine.report import RequestTokens
 from neojax.outputs import CompletionOutput, RequestOutput
 from neojax.sampling_params import SamplingParams
 from neojax.text.chat_template import render_chat

@@ -30,11 +30,12 @@ from neojax.engine.messages import (
     Failed,
     FromEngine,
     Ready,
-    RequestTokens,
     Shutdown,
+    Stats,
     ToEngine,
     Tokens,
 )
+from neojax.engine.report import RequestTokens
 from neojax.sampling_params import SamplingParams
 
 log = logging.getLogger("neojax.engine")
@@ -95,7 +96,7 @@ class EngineProcess:
         now = time.monotonic()
         if now >= self._next_stats_s or not self.engine.has_work:
             self._next_stats_s = now + STATS_INTERVAL_S
-            self.send(self.engine.stats())
+            self.send(Stats(self.engine.stats()))
 
 
 def main() -> int:

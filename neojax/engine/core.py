@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from neojax.engine.messages import RequestTokens, Stats
+from neojax.engine.report import EngineStats, RequestTokens
 from neojax.runner.runner import HostLaneError, Runner, StepHandle
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.plan import Mode, Plan
@@ -128,11 +128,11 @@ class EngineCore:
         self._require_idle("block limit")
         self.scheduler.pools[Placement.DEVICE].set_limit(limit)
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """A snapshot for metrics and logs."""
         pools, running = self.scheduler.pools, self.scheduler.running
         on_host = sum(r.placement is Placement.HOST for r in running)
-        return Stats(
+        return EngineStats(
             num_running_device=len(running) - on_host,
             num_running_host=on_host,
             num_waiting=len(self.scheduler.waiting),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from neojax.engine.report import EngineStats, RequestTokens
+
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):
     """Generate for this prompt. Answered by `Tokens` until one carries a finish_reason."""
@@ -38,22 +40,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     startup_s: float
 
 
-class RequestTokens(msgspec.Struct, frozen=True):
-    """New tokens of one request.
-
-    finish_reason: None while it runs, then stop, length, abort, error, or rejected when the
-    request could never run. stop_reason: the stop token's id, or None for EOS. message: the
-    error's text when finish_reason is error or rejected.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    placement: str = "device"
-    message: str | None = None
-
-
 class Tokens(msgspec.Struct, tag=True, frozen=True):
     """What one step gave."""
 
@@ -61,25 +47,9 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot of the engine, sent at most every 100 ms while it runs and each second idle.
+    """Sent at most every 100 ms while the engine runs, and each second when it is idle."""
 
-    Counters only grow. Steps are counted by mode, requests and KV use by placement or pool.
-    """
-
-    num_running_device: int
-    num_running_host: int
-    num_waiting: int
-    device_kv_usage: float  # 0..1
-    host_kv_usage: float  # 0..1
-    num_preemptions: int
-    prompt_tokens: int
-    generation_tokens: int
-    steps_device_only: int
-    steps_pipelined: int
-    num_compiles_after_ready: int
-    requests_placed_device: int
-    requests_placed_host: int
-    last_step_unix_s: float
+    snapshot: EngineStats
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

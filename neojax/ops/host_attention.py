@@ -191,8 +191,8 @@ def _refusal(reason: str) -> str:
     minor = re.search(r"XLA_FFI_API_MINOR\s+(\d+)", header.read_text()) if header.exists() else None
     runtime = f"0.{minor[1]}" if minor else "unknown"
     return (
-        f"this jaxlib (of jax {jax.__version__}) refuses the native library: it was built for XLA FFI "
-        f"API {built}, jaxlib has {runtime}. A library runs on the same or a newer API: install "
-        f"jax >= 0.10.2, or rebuild with `pip install --force-reinstall --no-deps .`. XLA says: "
-        f"{reason}"
+        f"this jaxlib (of jax {jax.__version__}) refuses the native library: it was built for "
+        f"XLA FFI API {built}, jaxlib has {runtime}. A library runs on the same or a newer API: "
+        f"install jax >= 0.10.2, or rebuild with `pip install --force-reinstall --no-deps .`. "
+        f"XLA says: {reason}"
     )

@@ -23,12 +23,12 @@ from neojax.engine.messages import (
     Failed,
     FromEngine,
     Ready,
-    RequestTokens,
     Shutdown,
     Stats,
     ToEngine,
     Tokens,
 )
+from neojax.engine.report import EngineStats, RequestTokens
 
 
 class NewRequest(NamedTuple):
@@ -108,7 +108,7 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._waiting: dict[str, tuple[Generation, int]] = {}
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self.stats: Stats | None = None
+        self.stats: EngineStats | None = None
         self.failure: str | None = None
         self.last_progress_s = time.monotonic()
 
@@ -129,10 +129,10 @@ class EngineClient:
             match message:
                 case Tokens():
                     self._deliver(message)
-                case Stats():
-                    if self.stats is None or message.last_step_unix_s > self.stats.last_step_unix_s:
+                case Stats(stats):
+                    if self.stats is None or stats.last_step_unix_s > self.stats.last_step_unix_s:
                         self.last_progress_s = time.monotonic()
-                    self.stats = message
+                    self.stats = stats
                 case Ready():
                     if not self.ready.done():
                         self.ready.set_result(message)

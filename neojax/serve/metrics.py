@@ -18,7 +18,8 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from neojax.engine.messages import Ready, Stats
+from neojax.engine.messages import Ready
+from neojax.engine.report import EngineStats
 
 _TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -45,7 +46,7 @@ class Metrics:
         disable_created_metrics()  # a second series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
-        self.stats: Callable[[], Stats | None] = lambda: None
+        self.stats: Callable[[], EngineStats | None] = lambda: None
         self.ready: Callable[[], Ready | None] = lambda: None
 
         self.time_to_first_token = self._histogram(
@@ -124,7 +125,7 @@ class _EngineCollector:
                 {"device": ready.num_device_blocks, "host": ready.num_host_blocks},
             )
 
-    def _of_stats(self, stats: Stats) -> Iterator[Metric]:
+    def _of_stats(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         yield self._family(
             gauge,

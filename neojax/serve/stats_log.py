@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 
-from neojax.engine.messages import Ready, Stats
+from neojax.engine.messages import Ready
+from neojax.engine.report import EngineStats
 from neojax.serve.state import ServeState
 
 log = logging.getLogger("neojax.serve")
@@ -25,7 +26,7 @@ async def log_stats(state: ServeState, interval_s: float = 10.0) -> None:
         before, before_s = stats, now_s
 
 
-def stats_line(before: Stats | None, stats: Stats, elapsed_s: float) -> str:
+def stats_line(before: EngineStats | None, stats: EngineStats, elapsed_s: float) -> str:
     """Throughput since `before` and the state of both pools."""
     prompt = stats.prompt_tokens - (before.prompt_tokens if before else 0)
     generated = stats.generation_tokens - (before.generation_tokens if before else 0)
@@ -52,9 +53,9 @@ def capacity_line(ready: Ready) -> str:
     )
 
 
-def _work(stats: Stats) -> tuple[int, int]:
+def _work(stats: EngineStats) -> tuple[int, int]:
     return stats.prompt_tokens, stats.generation_tokens
 
 
-def _num_requests(stats: Stats) -> int:
+def _num_requests(stats: EngineStats) -> int:
     return stats.num_running_device + stats.num_running_host + stats.num_waiting

@@ -32,12 +32,12 @@ from neojax.engine.messages import (
     AddRequest,
     Failed,
     Ready,
-    RequestTokens,
     Shutdown,
     Stats,
     ToEngine,
     Tokens,
 )
+from neojax.engine.report import EngineStats, RequestTokens
 from tests.tiny_checkpoint import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -209,20 +209,22 @@ class FakeEngine:
         on_host = sum(r.script.host for r in running)
         self.send(
             Stats(
-                num_running_device=len(running) - on_host,
-                num_running_host=on_host,
-                num_waiting=len(self.requests) - len(running),
-                device_kv_usage=min(1.0, len(running) / 10),
-                host_kv_usage=min(1.0, on_host / 10),
-                num_preemptions=0,
-                prompt_tokens=self.num_prompt,
-                generation_tokens=self.num_generated,
-                steps_device_only=self.num_steps,
-                steps_pipelined=0,
-                num_compiles_after_ready=0,
-                requests_placed_device=self.num_device,
-                requests_placed_host=self.num_host,
-                last_step_unix_s=self.last_step_s,
+                EngineStats(
+                    num_running_device=len(running) - on_host,
+                    num_running_host=on_host,
+                    num_waiting=len(self.requests) - len(running),
+                    device_kv_usage=min(1.0, len(running) / 10),
+                    host_kv_usage=min(1.0, on_host / 10),
+                    num_preemptions=0,
+                    prompt_tokens=self.num_prompt,
+                    generation_tokens=self.num_generated,
+                    steps_device_only=self.num_steps,
+                    steps_pipelined=0,
+                    num_compiles_after_ready=0,
+                    requests_placed_device=self.num_device,
+                    requests_placed_host=self.num_host,
+                    last_step_unix_s=self.last_step_s,
+                )
             )
         )
 

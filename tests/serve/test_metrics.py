@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from neojax.engine.messages import Ready, Stats
+from neojax.engine.messages import Ready
+from neojax.engine.report import EngineStats
 from neojax.serve.stats_log import capacity_line, stats_line
 from tests.serve.running_server import RunningServer, script, serving, wait_for
 
@@ -33,9 +35,9 @@ SERIES = {
 }
 
 
-def stats(**changes: float) -> Stats:
-    fields: dict[str, float] = dict.fromkeys(Stats.__struct_fields__, 0)
-    return Stats(**{**fields, **changes})  # type: ignore[arg-type]
+def stats(**changes: float) -> EngineStats:
+    fields: dict[str, float] = dict.fromkeys((f.name for f in dataclasses.fields(EngineStats)), 0)
+    return EngineStats(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_metrics_carry_the_promised_names_and_labels(server: RunningServer):

@@ -1,0 +1,48 @@
+"""What the engine tells of itself and its requests, for `LLM` and for the link to HTTP alike.
+
+Plain dataclasses: the offline API must not need the link's libraries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestTokens:
+    """New tokens of one request.
+
+    finish_reason: None while it runs, then stop, length, abort, error, or rejected when the
+    request could never run. stop_reason: the stop token's id, or None for EOS. message: the
+    error's text when finish_reason is error or rejected.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    placement: str = "device"
+    message: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine.
+
+    Counters only grow. Steps are counted by mode, requests and KV use by placement or pool.
+    """
+
+    num_running_device: int
+    num_running_host: int
+    num_waiting: int
+    device_kv_usage: float  # 0..1
+    host_kv_usage: float  # 0..1
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    steps_device_only: int
+    steps_pipelined: int
+    num_compiles_after_ready: int
+    requests_placed_device: int
+    requests_placed_host: int
+    last_step_unix_s: float
