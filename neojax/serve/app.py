@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 import neojax
 from neojax.serve import errors
@@ -46,7 +46,7 @@ def create_app(state: ServeState) -> FastAPI:
     errors.install(app)
     created = int(time.time())
 
-    @app.post("/v1/completions", **_documented(CompletionRequest, "Continue one or more prompts"))
+    @app.post("/v1/completions", **_streamed(CompletionRequest, "Continue one or more prompts"))
     async def completions(request: Request) -> Response:
         arrival_s = time.monotonic()
         text_model, _, ready = state.require_ready()
@@ -57,7 +57,7 @@ def create_app(state: ServeState) -> FastAPI:
         shape = CompletionShape(state.model_name, body.include_usage)
         return _generate(state, body, prompts, asked, shape, arrival_s)
 
-    @app.post("/v1/chat/completions", **_documented(ChatRequest, "Answer a conversation"))
+    @app.post("/v1/chat/completions", **_streamed(ChatRequest, "Answer a conversation"))
     async def chat_completions(request: Request) -> Response:
         arrival_s = time.monotonic()
         text_model, _, ready = state.require_ready()
@@ -74,7 +74,11 @@ def create_app(state: ServeState) -> FastAPI:
     async def models() -> Response:
         return _json({"object": "list", "data": [_model_card(state, created)]})
 
-    @app.get("/v1/models/{model:path}", summary="One model")
+    @app.get(
+        "/v1/models/{model:path}",
+        summary="One model",
+        responses={404: {"description": "Unknown model"}},
+    )
     async def model(model: str) -> Response:
         _check_model(state, model)
         return _json(_model_card(state, created))
@@ -95,19 +99,19 @@ def create_app(state: ServeState) -> FastAPI:
         ids = check_ids(body.tokens, ready.vocab_size, param="tokens")
         return _json({"prompt": text_model.tokenizer.decode(ids, skip_special_tokens=False)})
 
-    @app.get("/health", summary="200 while requests can be served, else 503 with the reason")
+    @app.get("/health", **_probe("200 while requests are served, else 503 with the reason"))
     async def health() -> Response:
         if state.health_fault is not None:
             raise ApiError(503, state.health_fault)
         return Response(status_code=200)
 
-    @app.get("/ready", summary="200 while new requests are taken, else 503 with the reason")
+    @app.get("/ready", **_probe("200 while new requests are taken, else 503 with the reason"))
     async def is_ready() -> Response:
         if state.fault is not None:
             raise ApiError(503, state.fault)
         return Response(status_code=200)
 
-    @app.get("/metrics", summary="Prometheus metrics")
+    @app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
@@ -125,7 +129,11 @@ def _with_schemas(openapi: dict[str, Any], schemas: Sequence[type[BaseModel]]) -
     _, definitions = models_json_schema(
         [(schema, "validation") for schema in schemas], ref_template=_REF
     )
-    openapi.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    # The framework's own validation, which no route uses, is left out.
+    openapi["components"] = {"schemas": definitions["$defs"]}
+    for operations in openapi["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
     return openapi
 
 
@@ -200,3 +208,19 @@ def _documented(schema: type[BaseModel], summary: str) -> dict[str, Any]:
             503: {"description": "Loading, full, shutting down or failed; see Retry-After"},
         },
     }
+
+
+def _streamed(schema: type[BaseModel], summary: str) -> dict[str, Any]:
+    """Like `_documented`, for a route whose answer may be a stream of events."""
+    route = _documented(schema, summary)
+    route["responses"][200] = {
+        "description": "The answer, or with stream: true its chunks as server-sent events",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+    return route
+
+
+def _probe(summary: str) -> dict[str, Any]:
+    """OpenAPI of a route that answers by its status alone."""
+    refusal = {"description": "Not now: the body says why"}
+    return {"summary": summary, "response_class": Response, "responses": {503: refusal}}

@@ -1,0 +1,57 @@
+"""docs/serving.md and the dashboard say what the server does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from neojax.serve.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
+from tests.serve.running_server import RunningServer, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+DASHBOARD = ROOT / "docs" / "grafana.json"
+HISTOGRAM_PARTS = re.compile(r"_(bucket|sum|count)$")
+
+
+def served_series(server: RunningServer) -> set[str]:
+    """Names of all series, histograms without their suffix."""
+    server.complete("a")
+    wait_for(lambda: "num_requests_running" in server.get("/metrics").text, "no statistics")
+    lines = server.get("/metrics").text.splitlines()
+    names = {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#")}
+    # A counter by label shows itself with its first refusal.
+    names.add("neojax:admission_rejections_total")
+    return {HISTOGRAM_PARTS.sub("", name) for name in names}
+
+
+def test_the_dashboard_asks_for_series_that_exist(server: RunningServer):
+    text = DASHBOARD.read_text(encoding="utf-8")
+    json.loads(text)
+    asked = {HISTOGRAM_PARTS.sub("", name) for name in re.findall(r"neojax:\w+", text)}
+    assert len(asked) > 10
+    assert asked <= served_series(server)
+
+
+def test_the_page_names_every_series(server: RunningServer):
+    section = PAGE.split("## Metrics")[1].split("## ")[0]
+    named = {f"neojax:{name}" for name in re.findall(r"`(\w+)`", section)}
+    assert served_series(server) <= named
+
+
+def test_the_page_names_every_field_that_is_honoured():
+    requests = PAGE.split("## Requests")[1].split("## ")[0]
+    fields = set(CompletionRequest.model_fields) | set(ChatRequest.model_fields)
+    missing = {field for field in fields - {"model", "prompt", "messages"} if field not in requests}
+    assert missing == set()
+    assert not fields & set(UNSUPPORTED)
+
+
+def test_the_page_names_tests_that_exist():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    named = re.findall(r"`(test_\w+)`", PAGE)
+    assert len(named) > 15
+    assert [name for name in named if f"def {name}(" not in sources] == []
+    for path in re.findall(r"`(tests/\S+\.py)`", PAGE):
+        assert (ROOT / path).is_file()
