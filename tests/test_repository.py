@@ -37,6 +37,7 @@ ARROWS = {
     "engine": {"runner", "scheduler", "models", "kv", "hub", "text", "log"},
     "serve": {"engine", "text", "hub", "cli", "log"},
     "llm": {"engine", "text", "hub", "outputs"},
+    "bench": {"engine", "hub", "cli", "_cpu_paged_attn"},
     "cli": set(),
     "log": set(),
 }
