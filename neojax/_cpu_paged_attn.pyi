@@ -173,6 +173,33 @@ def attend(
       out [B, N*H] in the dtype of rows, and the natural log-sum-exp of the logits [B, N].
     """
 
+def time_read(
+    cache: HostKVCache, pool: WorkerPool, *, streams: int, ahead: int, isa: str = ""
+) -> float:
+    """Seconds to read the whole arena once on every thread of the pool.
+
+    Each thread reads `streams` (1, 2, 4 or 8) sequences side by side and asks for lines `ahead`
+    bytes early (0: leaves that to the hardware).
+    """
+
+def time_attend(
+    cache: HostKVCache,
+    pool: WorkerPool,
+    rows: NDArray,
+    context_lens: NDArray,
+    tables: NDArray,
+    *,
+    num_q_heads: int,
+    scale: float,
+    num_calls: int,
+    asleep: bool = False,
+    isa: str = "",
+) -> list[float]:
+    """Seconds of each of `num_calls` calls on layers 0, 1, ... in turn, from submit to result.
+
+    The pool is armed meanwhile; with `asleep` it is not, and its threads sleep before each call.
+    """
+
 def isa(name: str = "") -> str:
     """Kernels that `name`, else NEOJAX_CPU_ISA, else the machine selects."""
 

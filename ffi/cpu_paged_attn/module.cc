@@ -16,6 +16,7 @@
 
 #include "ffi/cpu_paged_attn/arena.h"
 #include "ffi/cpu_paged_attn/attention.h"
+#include "ffi/cpu_paged_attn/bench.h"
 #include "ffi/cpu_paged_attn/cpu_count.h"
 #include "ffi/cpu_paged_attn/ffi_handlers.h"
 #include "ffi/cpu_paged_attn/isa.h"
@@ -223,6 +224,31 @@ nb::tuple AttendDirect(HostKVCache& cache, WorkerPool& pool,
   return nb::make_tuple(out.object, lse.object);
 }
 
+std::vector<double> TimeAttendCalls(HostKVCache& cache, WorkerPool& pool,
+                                    nb::handle rows_array,
+                                    const Ints1& context_lens,
+                                    const Ints2& tables, int num_q_heads,
+                                    double scale, int num_calls, bool asleep,
+                                    const std::string& isa) {
+  const CacheShape& shape = cache.shape();
+  AttentionParams params{num_q_heads, static_cast<float>(scale)};
+  CheckParams(shape, params);
+  const KernelTable& kernels = KernelsFor(isa);
+  Floats rows("rows", rows_array);
+  const int64_t n = static_cast<int64_t>(context_lens.shape(0));
+  rows.CheckShape(
+      "rows", "[B, (N+2K)*H]",
+      {n, int64_t{num_q_heads + 2 * shape.num_kv_heads} * shape.head_dim});
+  if (static_cast<int64_t>(tables.shape(0)) != n) {
+    throw std::invalid_argument("tables must have one row a sequence");
+  }
+  nb::gil_scoped_release release;
+  Plan plan(shape, num_q_heads, context_lens.data(), AsTable(tables), 0,
+            nullptr, {nullptr, 0, 0});
+  return TimeAttend(cache, pool, kernels, params, plan, rows.data(),
+                    rows.dtype(), num_calls, asleep);
+}
+
 void SetPlan(HostLane& lane, int index, const Ints1& context_lens,
              const Ints2& tables, std::optional<Ints2> chunks,
              std::optional<Ints2> chunk_tables, int uses, int window) {
@@ -412,6 +438,18 @@ NB_MODULE(_cpu_paged_attn, m) {
   m.def(
       "isa", [](const std::string& name) { return KernelsFor(name).name; },
       "name"_a = "");
+  m.def(
+      "time_read",
+      [](const HostKVCache& cache, WorkerPool& pool, int streams, int ahead,
+         const std::string& isa) {
+        const KernelTable& kernels = KernelsFor(isa);
+        nb::gil_scoped_release release;
+        return TimeRead(cache, pool, kernels, streams, ahead);
+      },
+      "cache"_a, "pool"_a, nb::kw_only(), "streams"_a, "ahead"_a, "isa"_a = "");
+  m.def("time_attend", &TimeAttendCalls, "cache"_a, "pool"_a, "rows"_a,
+        "context_lens"_a, "tables"_a, nb::kw_only(), "num_q_heads"_a, "scale"_a,
+        "num_calls"_a, "asleep"_a = false, "isa"_a = "");
   m.def("available_isas", [] {
     std::vector<std::string> names;
     for (const KernelTable* table : AvailableKernels()) {

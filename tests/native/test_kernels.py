@@ -54,9 +54,10 @@ def test_any_shape_agrees_with_numpy(isa: str, pool: native.WorkerPool, data: st
     out, lse = attend(case, pool, isa=isa)
     expected, expected_lse = case.expected()
     rows_dtype = str(case.rows.dtype)
-    assert relative_error(out, expected) <= max(TOLERANCE[dtype], TOLERANCE[rows_dtype])
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[rows_dtype])
     # Some kernels round queries to a bfloat16 cache's type: that moves the logits themselves.
     rounds_queries = dtype == "bfloat16" and rows_dtype != "bfloat16"
+    assert relative_error(out, expected) <= (3e-2 if rounds_queries else tolerance)
     atol = 3e-2 if rounds_queries else 1e-5
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=atol)
 

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m neojax.bench kernel` and `throughput`."""
