@@ -85,6 +85,7 @@ def _read_parameters(
         missing_parts[part.param] = missing_parts.get(part.param, 0) + 1
     buffers: dict[ParamPath, np.ndarray] = {}
     arrays: dict[ParamPath, jax.Array] = {}
+    in_flight: jax.Array | None = None
     with tqdm(
         total=config.num_parameters * dtype.itemsize,
         desc="Loading weights",
@@ -101,8 +102,10 @@ def _read_parameters(
             _fill(buffers[part.param], part, checkpoint.read(name), name)
             missing_parts[part.param] -= 1
             if not missing_parts[part.param]:
+                # One transfer under way: a disk faster than the bus must not fill host memory.
+                jax.block_until_ready(in_flight)
                 buffer = buffers.pop(part.param)
-                arrays[part.param] = jax.device_put(buffer)
+                arrays[part.param] = in_flight = jax.device_put(buffer)
                 bar.update(buffer.nbytes)
     _refuse_not_finite(arrays, parts, str(checkpoint.path))
     return arrays

@@ -1,4 +1,5 @@
-"""Builds a tokenizer from GGUF metadata: byte-level BPE with the pre-tokenizer that it names."""
+"""Builds a tokenizer from GGUF metadata: byte-level BPE with the pre-tokenizer that it names, or
+sentencepiece BPE."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from neojax.models.gguf_file import GgufFile
+from neojax.text.sentencepiece_bpe import build_sentencepiece_bpe
 
 CONTROL, USER_DEFINED = 3, 4  # token types of the format
 
@@ -41,27 +43,22 @@ _END_OF_GENERATION = {
 def build_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     """The tokenizer that a GGUF file describes. Raises ValueError for kinds not supported."""
     kind = file.require("tokenizer.ggml.model")
-    if kind != "gpt2":
-        what = "sentencepiece" if kind == "llama" else kind
-        raise ValueError(
-            f"{file.path}: its tokenizer is of the kind {kind!r} ({what}), which cannot be read "
-            "from GGUF metadata. Use the model's Hugging Face directory, which has tokenizer.json"
-        )
     tokens = file.require("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
-    name = file.metadata.get("tokenizer.ggml.pre", "default")
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=merges,
-            # Llama 3 takes a word that is a token as it is, without merging up to it.
-            ignore_merges=name == "llama-bpe",
+    if kind == "gpt2":
+        tokenizer = _byte_level_bpe(file, tokens)
+    elif kind == "llama":
+        tokenizer = build_sentencepiece_bpe(
+            tokens,
+            file.require("tokenizer.ggml.scores"),
+            unknown=tokens[file.metadata.get("tokenizer.ggml.unknown_token_id", 0)],
+            adds_prefix=file.metadata.get("tokenizer.ggml.add_space_prefix", True),
         )
-    )
-    if name == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(name, file.path)
-    tokenizer.decoder = decoders.ByteLevel()
+    else:
+        raise ValueError(
+            f"{file.path}: its tokenizer is of the kind {kind!r}; supported: gpt2 (byte-level BPE) "
+            "and llama (sentencepiece BPE). Use the model's Hugging Face directory, which has "
+            "tokenizer.json"
+        )
     types = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     added = {
         kind: [
@@ -74,6 +71,15 @@ def build_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     tokenizer.add_special_tokens(added[CONTROL])
     tokenizer.add_tokens(added[USER_DEFINED])
     return tokenizer
+
+
+def adds_bos(file: GgufFile) -> bool:
+    """Whether texts begin with BOS. Files without the key are Llama's, which do."""
+    is_llama = (
+        file.metadata.get("tokenizer.ggml.model") == "llama"
+        or file.metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    )
+    return file.metadata.get("tokenizer.ggml.add_bos_token", is_llama)
 
 
 def end_of_generation_ids(file: GgufFile) -> frozenset[int]:
@@ -92,6 +98,24 @@ def end_of_generation_ids(file: GgufFile) -> frozenset[int]:
         if kind == CONTROL and token in _END_OF_GENERATION
     }
     return frozenset(named | known)
+
+
+def _byte_level_bpe(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
+    name = file.metadata.get("tokenizer.ggml.pre", "default")
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=merges,
+            # Llama 3 takes a word that is a token as it is, without merging up to it.
+            ignore_merges=name == "llama-bpe",
+        )
+    )
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(name, file.path)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _pre_tokenizer(name: str, path: Path) -> Any:

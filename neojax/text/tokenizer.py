@@ -65,7 +65,7 @@ class Tokenizer:
     @classmethod
     def _from_gguf(cls, path: Path) -> Tokenizer:
         from neojax.models.gguf_file import open_gguf
-        from neojax.text.gguf_tokenizer import build_tokenizer
+        from neojax.text.gguf_tokenizer import adds_bos, build_tokenizer
 
         file = open_gguf(path)
         backend = build_tokenizer(file)
@@ -78,11 +78,7 @@ class Tokenizer:
             bos_token=bos,
             eos_token=eos,
             eos_ids=eos_token_ids(path),
-            # Files without the key are Llama 3's, whose tokenizer adds it.
-            add_bos=file.metadata.get(
-                "tokenizer.ggml.add_bos_token",
-                file.metadata.get("tokenizer.ggml.pre") == "llama-bpe",
-            ),
+            add_bos=adds_bos(file),
             chat_template=file.metadata.get("tokenizer.chat_template"),
         )
 

@@ -17,7 +17,9 @@ from neojax.text.eos import eos_token_ids
 from neojax.text.tokenizer import Tokenizer
 from tests.tiny_checkpoint import byte_tokenizer
 
-GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "smollm2_text.json").read_text())
+STORED = Path(__file__).parents[1] / "goldens"
+GOLDENS = json.loads((STORED / "smollm2_text.json").read_text())
+SENTENCEPIECE = json.loads((STORED / "sentencepiece.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -223,11 +225,43 @@ def test_gguf_metadata_decides_about_bos(tmp_path, pre, flags, adds):
 
 @pytest.mark.parametrize(
     ("kinds", "reason"),
-    [({"model": "llama"}, "sentencepiece"), ({"pre": "mystery"}, "'mystery' is not supported")],
+    [({"model": "bert"}, "'bert'; supported: gpt2"), ({"pre": "mystery"}, "'mystery' is not")],
 )
 def test_gguf_tokenizers_that_cannot_be_built_are_refused_by_name(tmp_path, kinds, reason):
     with pytest.raises(ValueError, match=reason):
         Tokenizer.from_checkpoint(write_gguf(tmp_path / "a.gguf", **kinds))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file with the stored sentencepiece vocabulary."""
+    path = tmp_path_factory.mktemp("sentencepiece") / "a.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(SENTENCEPIECE["pieces"])
+    writer.add_token_scores(SENTENCEPIECE["scores"])
+    writer.add_token_types(SENTENCEPIECE["types"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("case", SENTENCEPIECE["tokens"], ids=lambda case: ascii(case["text"][:20]))
+def test_sentencepiece_ids_from_gguf_are_those_of_sentencepiece(sentencepiece_path, case):
+    tokenizer = Tokenizer.from_checkpoint(sentencepiece_path)
+    assert tokenizer.encode(case["text"]) == [1, *case["ids"]]
+    assert tokenizer.decode(case["ids"]) == case["text"]
+
+
+def test_sentencepiece_special_tokens_from_gguf(sentencepiece_path):
+    tokenizer = Tokenizer.from_checkpoint(sentencepiece_path)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, {2})
+    assert tokenizer.encode("<s>a")[:2] == [1, tokenizer.encode("a")[1]]
+    assert tokenizer.encode("a<tool>")[-1] == SENTENCEPIECE["pieces"].index("<tool>")
 
 
 def test_the_text_package_imports_no_jax():
