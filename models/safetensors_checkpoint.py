@@ -18,7 +18,7 @@ import numpy as np
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-_DTYPES = {
+DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -86,11 +86,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     tensors = {}
     end = 8 + length
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in DTYPES:
             raise ValueError(
-                f"{file}: {name} has type {entry['dtype']}; supported: {', '.join(_DTYPES)}"
+                f"{file}: {name} has type {entry['dtype']}; supported: {', '.join(DTYPES)}"
             )
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         start, stop = (8 + length + offset for offset in entry["data_offsets"])
         if stop - start != math.prod(shape) * dtype.itemsize or start != end:
             raise ValueError(f"{file} is damaged: the bytes of {name} do not fit its shape {shape}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+from tokenizers import processors
 
 from neojax.text import tokenizer_files
 from neojax.text.eos import eos_token_ids
@@ -81,6 +82,15 @@ class Tokenizer:
             add_bos=adds_bos(file),
             chat_template=file.metadata.get("tokenizer.chat_template"),
         )
+
+    def save(self, file: Path) -> None:
+        """Write tokenizer.json. Where this class puts BOS, the file's post-processor will."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        if self._add_bos and self.bos_id is not None:
+            backend.post_processor = processors.TemplateProcessing(
+                single=f"{self.bos_token} $A", special_tokens=[(self.bos_token, self.bos_id)]
+            )
+        backend.save(str(file))
 
     @property
     def vocab_size(self) -> int:
