@@ -36,6 +36,7 @@ ARROWS = {
     "runner": {"kv", "ops", "models", "scheduler", "_cpu_paged_attn"},
     "engine": {"runner", "scheduler", "models", "kv", "hub", "text", "log"},
     "serve": {"engine", "text", "hub", "cli", "log"},
+    "convert": {"hub", "models", "text"},
     "llm": {"engine", "text", "hub", "outputs"},
     "bench": {"engine", "hub", "cli", "_cpu_paged_attn"},
     "cli": set(),

@@ -1,0 +1,162 @@
+"""Turns any checkpoint that neojax reads into a Hugging Face directory of safetensors.
+
+    python -m neojax.convert SOURCE DESTINATION [--dtype bfloat16]
+
+For a GGUF file: weights dequantised, tokenizer, chat template and end tokens from its metadata, so
+that it loads without being dequantised again, and in other programs. The destination appears whole
+or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from tqdm import tqdm
+
+from neojax.hub import resolve_checkpoint
+from neojax.models.config import ModelConfig
+from neojax.models.gguf_checkpoint import GgufCheckpoint
+from neojax.models.hf_config_writer import hf_config
+from neojax.models.parameters import check_tensors
+from neojax.models.safetensors_checkpoint import SafetensorsCheckpoint
+from neojax.models.safetensors_writer import MAX_SHARD_BYTES, write_safetensors
+from neojax.text.tokenizer import Tokenizer
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+# What a directory holds besides weights and config.json.
+_SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = True,
+) -> None:
+    """Write `source` as a Hugging Face directory with weights of `dtype`.
+
+    Raises ValueError when the source is not whole, a value does not fit the type, the destination
+    exists, or the disk has no room; then nothing is left behind.
+    """
+    if destination.exists():
+        raise ValueError(f"{destination} exists already; name a directory that does not")
+    config = ModelConfig.from_checkpoint(source)
+    is_gguf = source.suffix == ".gguf"
+    checkpoint = GgufCheckpoint(source, config) if is_gguf else SafetensorsCheckpoint(source)
+    parts = check_tensors(checkpoint.shapes, config, str(source))
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name in parts}
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    _require_room(destination.parent, config.num_parameters * DTYPES[dtype].itemsize)
+    # Beside the destination, so that the last step is a rename within one file system.
+    scratch = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}-"))
+    try:
+        with tqdm(total=len(shapes), desc="Converting", disable=not progress) as bar:
+            read = _converting(checkpoint.read, DTYPES[dtype], bar.update)
+            write_safetensors(scratch, shapes, read, DTYPES[dtype], max_shard_bytes=max_shard_bytes)
+        if is_gguf:
+            _write_json(scratch / "config.json", hf_config(config, dtype))
+            _write_tokenizer(source, scratch)
+        else:
+            raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+            raw.pop("dtype", None)
+            _write_json(scratch / "config.json", raw | {"torch_dtype": dtype})
+            for name in _SIDE_FILES:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, scratch / name)
+        scratch.chmod(0o755)
+        os.rename(scratch, destination)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _converting(
+    read: Callable[[str], np.ndarray], dtype: np.dtype, done: Callable[[], Any]
+) -> Callable[[str], np.ndarray]:
+    """`read` with conversion, which must not make infinities of numbers."""
+
+    def converted(name: str) -> np.ndarray:
+        stored = read(name)
+        with np.errstate(over="ignore"):
+            values = stored.astype(dtype)
+        if not np.isfinite(values.astype(np.float32)).all():
+            raise ValueError(f"{name} holds values that are not finite as {dtype.name}")
+        done()
+        return values
+
+    return converted
+
+
+def _require_room(directory: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise ValueError(
+            f"the weights take {num_bytes / 1e9:.1f} GB, but {directory} has {free / 1e9:.1f} GB "
+            "free"
+        )
+
+
+def _write_tokenizer(source: Path, directory: Path) -> None:
+    tokenizer = Tokenizer.from_checkpoint(source)
+    tokenizer.save(directory / "tokenizer.json")
+    names = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{name: token for name, token in names.items() if token},
+    }
+    if tokenizer.chat_template is not None:
+        settings["chat_template"] = tokenizer.chat_template
+    _write_json(directory / "tokenizer_config.json", settings)
+    generation: dict[str, Any] = {"eos_token_id": sorted(tokenizer.eos_ids)}
+    if tokenizer.bos_id is not None:
+        generation["bos_token_id"] = tokenizer.bos_id
+    _write_json(directory / "generation_config.json", generation)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m neojax.convert", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("source", help="directory, .gguf file, Hub id or the default model's name")
+    parser.add_argument("destination", type=Path, help="directory to make")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    arguments = parser.parse_args()
+    try:
+        source = resolve_checkpoint(arguments.source)
+        convert(source, arguments.destination, dtype=arguments.dtype)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"neojax: {error}") from error
+    print(arguments.destination, file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""python -m neojax.convert: the same model in another form, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from neojax import convert as convert_module
+from neojax.convert import convert
+from neojax.models.checkpoint import load_model
+from neojax.models.config import ModelConfig
+from neojax.models.hf_config_writer import hf_config
+from neojax.models.rope_scaling import PerFrequencyRopeScaling
+from neojax.text.eos import eos_token_ids
+from neojax.text.tokenizer import Tokenizer
+from tests.models import golden_models
+
+
+def parameters(path: Path) -> nnx.State:
+    config = ModelConfig.from_checkpoint(path)
+    return nnx.state(load_model(path, config, dtype=jnp.float32, progress=False))
+
+
+def assert_same_parameters(ours: Path, theirs: Path) -> None:
+    jax.tree.map(np.testing.assert_array_equal, parameters(ours), parameters(theirs))
+
+
+def test_the_default_model_becomes_a_directory_that_says_the_same(default_checkpoint, tmp_path):
+    directory = tmp_path / "smollm2"
+    convert(default_checkpoint, directory, dtype="float32", progress=False)
+    assert_same_parameters(directory, default_checkpoint)
+    ours, theirs = (Tokenizer.from_checkpoint(path) for path in (directory, default_checkpoint))
+    text = "<|im_start|>user\n1234 ďábelské 🌶️<|im_end|>"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+    assert ours.chat_template == theirs.chat_template
+    assert (ours.bos_id, ours.eos_token) == (theirs.bos_id, theirs.eos_token)
+    assert eos_token_ids(directory) == eos_token_ids(default_checkpoint)
+
+
+@pytest.mark.parametrize("name", golden_models.CONFIGS)
+def test_configs_survive_being_written(name, tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "m", name)
+    config = ModelConfig.from_checkpoint(source)
+    written = tmp_path / "w" / "m"
+    written.mkdir(parents=True)
+    (written / "config.json").write_text(json.dumps(hf_config(config, "float32")))
+    assert ModelConfig.from_checkpoint(written) == config
+
+
+def test_shards_hold_what_a_single_file_held(tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "source", "qwen2")
+    directory = tmp_path / "sharded"
+    convert(source, directory, dtype="float32", max_shard_bytes=200_000, progress=False)
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 210_000 for file in files)
+    assert_same_parameters(directory, source)
+    ours, theirs = (ModelConfig.from_checkpoint(path) for path in (directory, source))
+    assert dataclasses.replace(ours, name=theirs.name) == theirs
+
+
+def test_a_narrower_type_halves_the_file_and_is_named_in_the_config(tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "source", "mha_h64")
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    convert(source, tmp_path / "narrow", progress=False)
+    sizes = [(path / "model.safetensors").stat().st_size for path in (source, tmp_path / "narrow")]
+    assert sizes[1] < 0.52 * sizes[0]
+    assert json.loads((tmp_path / "narrow/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert eos_token_ids(tmp_path / "narrow") == eos_token_ids(source)
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def no_room(path: Path) -> SimpleNamespace:
+    return SimpleNamespace(free=1000)
+
+
+@pytest.mark.parametrize(
+    ("target", "replacement", "words"),
+    [
+        ("write_safetensors", full_disk, "No space left"),
+        ("shutil.disk_usage", no_room, r"take 0\.\d GB, but .* has 0\.0 GB free"),
+    ],
+)
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, target, replacement, words):
+    source = golden_models.write_checkpoint(tmp_path / "source", "mha_h64")
+    monkeypatch.setattr(f"neojax.convert.{target}", replacement)
+    with pytest.raises((ValueError, OSError), match=words):
+        convert(source, tmp_path / "out" / "model", progress=False)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_values_beyond_float16_are_refused_by_tensor(tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "source", "mha_h64")
+    tensors = golden_models.weights(golden_models.CONFIGS["mha_h64"])
+    tensors["model.norm.weight"][3] = 1e5
+    golden_models.save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight .* not finite as float16"):
+        convert(source, tmp_path / "out", dtype="float16", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_destination_is_left_alone(tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "source", "mha_h64")
+    with pytest.raises(ValueError, match="exists already"):
+        convert(source, source, progress=False)
+
+
+def test_a_rope_that_config_json_cannot_express_is_refused(tmp_path):
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        rope_scaling=PerFrequencyRopeScaling((1.0,) * 4),
+    )
+    with pytest.raises(ValueError, match=r"config\.json cannot say that"):
+        hf_config(config, "float32")
+
+
+def test_the_command_prints_the_directory_or_what_is_wrong(tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "source", "mha_h64")
+    command = [sys.executable, "-m", "neojax.convert", str(source), str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == f"{tmp_path / 'out'}\n"
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert again.stderr.splitlines()[-1].startswith("neojax:")
+    assert "Traceback" not in again.stderr
+    assert convert_module.DTYPES.keys() == {"float32", "bfloat16", "float16"}
