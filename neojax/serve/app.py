@@ -52,6 +52,7 @@ def create_app(state: ServeState) -> FastAPI:
         text_model, _, ready = state.require_ready()
         body = await read_body(request, CompletionRequest)
         _check_model(state, body.model)
+        state.check_size(len(body.prompts) * (body.n or 1))
         prompts = await completion_prompts(body, text_model, ready)
         asked = body.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         shape = CompletionShape(state.model_name, body.include_usage)
@@ -63,6 +64,7 @@ def create_app(state: ServeState) -> FastAPI:
         text_model, _, ready = state.require_ready()
         body = await read_body(request, ChatRequest)
         _check_model(state, body.model)
+        state.check_size(body.n or 1)
         prompts = await chat_prompts(body, text_model, ready)
         asked = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from neojax.engine.messages import Ready
 from neojax.serve.errors import ApiError
 from neojax.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
@@ -14,19 +12,16 @@ async def completion_prompts(
     body: CompletionRequest, text_model: TextModel, ready: Ready
 ) -> list[list[int]]:
     """Token ids of each prompt of a completions request."""
-    prompt: Any = body.prompt
-    texts_or_ids: list[Any] = [prompt]
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        texts_or_ids = prompt
     prompts: list[list[int]] = []
-    for item in texts_or_ids:
+    for item in body.prompts:
         if isinstance(item, str):
             ids = await text_model.encode(
                 item, add_special_tokens=body.add_special_tokens, param="prompt"
             )
         else:
-            ids = check_ids(item, ready.vocab_size, param="prompt")
-        prompts.append(_check_length(ids, ready, param="prompt"))
+            ids = item
+        _check_length(ids, ready, param="prompt")
+        prompts.append(check_ids(ids, ready.vocab_size, param="prompt"))
     return prompts
 
 

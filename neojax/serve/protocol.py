@@ -233,6 +233,14 @@ class CompletionRequest(_Generate):
     prompt: Prompt
     add_special_tokens: bool = True
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        prompt = cast(str | list[int] | list[str | list[int]], self.prompt)
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [cast(str | list[int], prompt)]
+        return cast(list[str | list[int]], prompt)
+
 
 def _check_content(value: Any) -> Any:
     """Accept a text or a list of text parts."""

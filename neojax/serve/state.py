@@ -51,6 +51,17 @@ class ServeState:
             return f"the engine has finished no step for {stalled_s:.0f} s"
         return None
 
+    def check_size(self, num_choices: int) -> None:
+        """Raise 400 when one request asks for more choices than may ever be queued."""
+        limit = self.config.max_num_queued_reqs
+        if num_choices > limit:
+            raise ApiError(
+                400,
+                f"the request asks for {num_choices} choices (prompts times n), more than the "
+                f"{limit} that this server queues: send them in several requests",
+                param="prompt",
+            )
+
     def admit(self, num_requests: int) -> None:
         """Raise 503 when the queue has no room for this many more engine requests."""
         assert self.client is not None

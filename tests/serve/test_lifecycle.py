@@ -126,7 +126,9 @@ def test_requests_beyond_the_queue_limit_get_503_and_retry_after(
         first.join()
         second.join()
         assert server.is_alive()
-        assert server.complete("a", n=3).status_code == 503
+        never = server.complete(["a"] * 1000, n=128)
+        assert never.status_code == 400
+        assert "128000 choices" in never.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
