@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from neojax.runner.programs import Programs
+from neojax.runner.shapes import AttentionShape
 from neojax.runner.stages import KV, Leaves
 
 
@@ -27,6 +28,7 @@ class Batch(NamedTuple):
 
     programs: Programs
     packed: np.ndarray
+    attention: AttentionShape
     is_greedy: bool
     has_host_chunks: bool
     wants_logits: bool = False
@@ -62,10 +64,11 @@ class DeviceState:
 def run_device_only(state: DeviceState, batch: Batch, layers_per_program: int) -> Sampled:
     """Launch a DEVICE_ONLY step."""
     programs = batch.programs
+    layers = programs.layers[batch.attention]
     packed, x = programs.embed(state.ends, batch.packed, state.tokens)
     for first in range(0, len(state.layers), layers_per_program):
         group = slice(first, first + layers_per_program)
-        pools, x = programs.layers(state.layers[group], tuple(state.pools[group]), packed, x)
+        pools, x = layers(state.layers[group], tuple(state.pools[group]), packed, x)
         state.pools[group] = pools
     return _head(state, batch, packed, x)
 
@@ -129,7 +132,7 @@ class _SubBatchLane:
         if kv is None:
             return
         state.pools[layer] = kv
-        self.attended = programs.attend(self.packed, rows, kv)
+        self.attended = programs.attend[self.batch.attention](self.packed, rows, kv)
         if self.batch.has_host_chunks:
             parity = layer % 2
             state.scratch[parity], self.attended, _ = programs.attend_host_chunks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,25 +13,36 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from neojax.runner.shapes import Shape
+from neojax.runner.shapes import AttentionShape, Shape
 from neojax.runner.stages import KV, Leaves, Stages
 
 
 class Programs:
     """The jitted stages of one shape. Pools, tokens and activations are donated.
 
+    attentions: the attention shapes that `layers` and `attend` have programs for.
     ends: programs of the same shape on another channel; embedding and head are shared with them.
     """
 
-    def __init__(self, stages: Stages, ends: Programs | None = None) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        attentions: Sequence[AttentionShape],
+        ends: Programs | None = None,
+    ) -> None:
         self.stages = stages
         self.owns_ends = ends is None
         jit = jax.jit
-        self.layers = jit(stages.layers, donate_argnums=(1, 3))
+        self.layers = {
+            shape: jit(functools.partial(stages.layers, shape=shape), donate_argnums=(1, 3))
+            for shape in attentions
+        }
+        self.attend = {
+            shape: jit(functools.partial(stages.attend, shape=shape)) for shape in attentions
+        }
         self.enter = jit(stages.enter, donate_argnums=(3, 4))
         self.linear = jit(stages.linear, donate_argnums=(4, 7))
         self.leave = jit(stages.leave)
-        self.attend = jit(stages.attend)
         self.attend_host_chunks = jit(stages.attend_host_chunks, donate_argnums=(3, 4))
         if ends is not None:
             self.embed, self.logits = ends.embed, ends.logits
@@ -92,8 +103,8 @@ def signatures(programs: Programs, a: Arguments, *, has_host: bool) -> Iterator[
     kv = a.pools[0] if num_tokens else None
     first, last, layer = a.layers[0], a.layers[-1], a.layer_ids[0]
 
-    def of(name: str, *args: Any) -> Signature:
-        return Signature(name, shape, getattr(programs, name), args)
+    def of(name: str, *args: Any, function: Any = None) -> Signature:
+        return Signature(name, shape, function or getattr(programs, name), args)
 
     if programs.owns_ends:
         yield of("embed", a.ends, packed_host, a.tokens)
@@ -101,7 +112,9 @@ def signatures(programs: Programs, a: Arguments, *, has_host: bool) -> Iterator[
         yield of("head_sample", a.ends, packed, x, a.tokens)
     if num_tokens:
         group = a.layers_per_program
-        yield of("layers", a.layers[:group], a.pools[:group], packed, x)
+        for function in programs.layers.values():
+            args = (a.layers[:group], a.pools[:group], packed, x)
+            yield of("layers", *args, function=function)
     if not has_host:
         return
     yield of("enter", first, packed, layer, x, kv)
@@ -109,7 +122,8 @@ def signatures(programs: Programs, a: Arguments, *, has_host: bool) -> Iterator[
     if len(a.layers) > 1:
         yield of("linear", first, last, packed, layer, x, attended, ticket, kv)
     if num_tokens:
-        yield of("attend", packed, rows, kv)
+        for function in programs.attend.values():
+            yield of("attend", packed, rows, kv, function=function)
         yield of("attend_host_chunks", packed, layer, rows, attended, a.scratch)
 
 

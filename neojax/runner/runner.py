@@ -24,7 +24,7 @@ from neojax.runner import lanes
 from neojax.runner.compile_counter import CompileCounter
 from neojax.runner.lanes import Batch, DeviceState, Sampled
 from neojax.runner.programs import Arguments, Programs, Signature, compile_all, signatures
-from neojax.runner.shapes import MAX_CHUNKS, Buckets, Shape
+from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
 from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages
 from neojax.runner.step_meta import MetaLayout
 from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
@@ -96,7 +96,11 @@ class Runner:
         c = model.config
         self._counter = CompileCounter()
         self._buckets = Buckets.of(
-            config.max_num_batched_tokens, config.max_num_seqs, config.num_host_blocks > 0
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            -(-config.max_model_len // geometry.block_size),
+            has_host=config.num_host_blocks > 0,
+            is_gpu=jax.default_backend() == "gpu",
         )
         if config.token_buckets is not None:
             self._buckets = dataclasses.replace(self._buckets, tokens=config.token_buckets)
@@ -172,9 +176,10 @@ class Runner:
         )
         for _ in range(WARM_UP_ROUNDS.get(jax.default_backend(), 0)):
             for shape in self._buckets.device_shapes:
-                for is_greedy in (True, False):
-                    batch = self._empty_batch(shape, B0, is_greedy)
-                    lanes.run_device_only(self._state, batch, self.config.layers_per_program)
+                for attention_shape in self._buckets.attentions(shape):
+                    for is_greedy in (True, False):
+                        batch = self._empty_batch(shape, B0, is_greedy, attention_shape)
+                        lanes.run_device_only(self._state, batch, self.config.layers_per_program)
             if self.host is not None:
                 self._warm_up_host()
             jax.block_until_ready(self._state.tokens)
@@ -201,7 +206,11 @@ class Runner:
             )
 
     def _batch(self, batch: SubBatch, index: int) -> Batch:
-        shape = self._buckets.shape(batch.num_device_tokens, len(batch.host_decodes))
+        has_chunks = bool(batch.chunks)
+        num_blocks = max((len(row.blocks) for row in batch.decodes), default=0)
+        shape = self._buckets.shape(
+            batch.num_device_tokens, len(batch.host_decodes), has_chunks=has_chunks
+        )
         programs = self._programs[shape, index]
         plan_index = 0 if self.host is None else self.host.next_plan
         packed, host_plan = programs.stages.layout.pack(batch, plan_index)
@@ -211,16 +220,24 @@ class Runner:
         return Batch(
             programs,
             packed,
+            self._buckets.attention(num_blocks, has_chunks=has_chunks),
             is_greedy=all(_is_greedy(row) for row in batch.rows),
             has_host_chunks=bool(batch.host_chunks),
         )
 
-    def _empty_batch(self, shape: Shape, index: int, is_greedy: bool) -> Batch:
+    def _empty_batch(
+        self,
+        shape: Shape,
+        index: int,
+        is_greedy: bool,
+        attention_shape: AttentionShape | None = None,
+    ) -> Batch:
         """Padding only: every slot dropped, no host row, no chunk."""
         programs = self._programs[shape, index]
         return Batch(
             programs,
             programs.stages.layout.empty(),
+            attention_shape or self._buckets.attentions(shape)[0],
             is_greedy,
             has_host_chunks=self.host is not None and shape.num_tokens > 0,
         )
@@ -237,7 +254,12 @@ class Runner:
             self._state.scratch = pools((self.scratch_tokens,), 2)
 
     def _make_programs(self) -> dict[tuple[Shape, int], Programs]:
-        attend = attention.device_attention()
+        g, parts = self.geometry, self._parts
+        attend = attention.device_attention(
+            geometry=attention.Geometry(
+                parts.num_heads, parts.num_kv_heads, parts.head_dim, g.block_size, g.dtype.name
+            )
+        )
         lane = None if self.host is None else self.host.lane.id
 
         def programs(shape: Shape, index: int, ends: Programs | None = None) -> Programs:
@@ -250,7 +272,8 @@ class Runner:
                 num_scratch_slots=self.scratch_tokens,
             )
             channel = None if lane is None else Channel(lane, index)
-            return Programs(Stages(self._parts, layout, attend, channel), ends)
+            stages = Stages(self._parts, layout, attend, channel)
+            return Programs(stages, self._buckets.attentions(shape), ends)
 
         made = {(shape, B0): programs(shape, B0) for shape in self._buckets.device_shapes}
         for shape in self._buckets.host_shapes:

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from neojax.ops import attention, host_attention
-from neojax.ops.attention import DeviceAttention
+from neojax.ops.attention import Decodes, DeviceAttention, Tiles
 from neojax.runner import sampling
+from neojax.runner.shapes import AttentionShape
 from neojax.runner.step_meta import MetaLayout, StepMeta
 
 Leaves: TypeAlias = tuple[jax.Array, ...]
@@ -79,12 +80,15 @@ class Stages:
         pools: tuple[KV, ...],
         packed: Int[Array, "M"],
         x: Float[Array, "R D"],
+        *,
+        shape: AttentionShape,
     ) -> tuple[tuple[KV, ...], Float[Array, "R D"]]:
         """Whole layers of a DEVICE_ONLY step."""
         meta = self.layout.unpack(packed)
+        tiles, decodes = _of_shape(meta, shape)
         updated = []
         for leaves, kv in zip(layers, pools, strict=True):
-            kv, x = _whole_layer(self, leaves, kv, meta, x)
+            kv, x = _whole_layer(self, leaves, kv, meta, tiles, decodes, x)
             updated.append(kv)
         return tuple(updated), x
 
@@ -153,12 +157,17 @@ class Stages:
         return self.enter(following, packed, layer, x, kv)
 
     def attend(
-        self, packed: Int[Array, "M"], rows: Float[Array, "R qkv"], kv: KV
+        self,
+        packed: Int[Array, "M"],
+        rows: Float[Array, "R qkv"],
+        kv: KV,
+        *,
+        shape: AttentionShape,
     ) -> Float[Array, "T N H"]:
         """Device attention of the device tokens; their K/V are already in the pool."""
-        meta = self.layout.unpack(packed)
+        tiles, decodes = _of_shape(self.layout.unpack(packed), shape)
         q, _, _ = self._split(rows)
-        return self.attend_device(q, kv.k, kv.v, meta.tiles, meta.decodes)
+        return self.attend_device(q, kv.k, kv.v, tiles, decodes)
 
     def attend_host_chunks(
         self,
@@ -241,6 +250,16 @@ class Stages:
         )
 
 
+def _of_shape(meta: StepMeta, shape: AttentionShape) -> tuple[Tiles | None, Decodes]:
+    """The attention metadata that a program of this shape looks at."""
+    tiles, decodes = meta.tiles, meta.decodes
+    width = shape.table_width
+    decodes = decodes._replace(tables=decodes.tables[:, :width])
+    if not shape.has_chunks:
+        return None, decodes
+    return tiles._replace(tables=tiles.tables[:, :width]), decodes
+
+
 def project(layer: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
     """A layer up to its attend hook: q [R, N, H], k [R, K, H], v [R, K, H]."""
     captured: list[tuple[jax.Array, ...]] = []
@@ -262,13 +281,19 @@ def finish(layer: Any, x: jax.Array, positions: jax.Array, attended: jax.Array) 
 # An inner jit: the layer is traced and lowered once, however many of them a program holds.
 @functools.partial(jax.jit, static_argnums=0)
 def _whole_layer(
-    stages: Stages, leaves: Leaves, kv: KV, meta: StepMeta, x: jax.Array
+    stages: Stages,
+    leaves: Leaves,
+    kv: KV,
+    meta: StepMeta,
+    tiles: Tiles | None,
+    decodes: Decodes,
+    x: jax.Array,
 ) -> tuple[KV, jax.Array]:
     updated = [kv]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         updated[0] = stages._append(kv, meta, k, v)
-        return stages.attend_device(q, updated[0].k, updated[0].v, meta.tiles, meta.decodes)
+        return stages.attend_device(q, updated[0].k, updated[0].v, tiles, decodes)
 
     x = stages.model.merge_layer(leaves)(x, meta.positions, attend)
     return updated[0], x

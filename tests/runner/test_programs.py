@@ -62,19 +62,32 @@ def test_no_program_copies_a_pool(warmed_up):
 
 def test_the_default_flags_need_at_most_120_programs():
     c = EngineConfig()
-    buckets = Buckets.of(c.max_num_batched_tokens, c.max_num_seqs, has_host=True)
+    buckets = Buckets.of(c.max_num_batched_tokens, c.max_num_seqs, 512, has_host=True, is_gpu=False)
     # Counted as `signatures` yields them: 9 per token bucket, 9 per host bucket of both channels.
     per_host_shape = 2 * 3 + 3
     assert 9 * len(buckets.tokens) + per_host_shape * len(buckets.host_rows) <= 120
 
 
 def test_a_shape_is_the_smallest_that_fits():
-    buckets = Buckets.of(100, 10, has_host=True)
+    buckets = Buckets.of(100, 10, 32, has_host=True, is_gpu=False)
     assert buckets.tokens == (1, 4, 8, 16, 32, 64, 100)
     assert buckets.host_rows == (4, 10)
-    assert buckets.shape(5, 0) == (8, 0)
-    assert buckets.shape(100, 3) == (100, 4)
-    assert buckets.shape(0, 10) == (0, 10)
+    assert buckets.shape(5, 0, has_chunks=True) == (8, 0)
+    assert buckets.shape(100, 3, has_chunks=True) == (100, 4)
+    assert buckets.shape(0, 10, has_chunks=False) == (0, 10)
+    assert buckets.attention(3, has_chunks=False) == (32, True)
+
+
+def test_decodes_on_a_gpu_have_programs_of_their_own_by_table_width():
+    buckets = Buckets.of(64, 16, 400, has_host=False, is_gpu=True)
+    assert buckets.table_widths == (50, 100, 200, 400)
+    assert buckets.attention(51, has_chunks=False) == (100, False)
+    assert buckets.attention(51, has_chunks=True) == (400, True)
+    assert buckets.shape(2, 0, has_chunks=True) == (16, 0)
+    for shape in buckets.device_shapes:
+        has_chunks = {attention.has_chunks for attention in buckets.attentions(shape)}
+        assert (True in has_chunks) == (shape.num_tokens >= 16)
+        assert (False in has_chunks) == (shape.num_tokens <= 16)
 
 
 def test_logits_are_kept_only_when_asked_for(warmed_up):
