@@ -36,7 +36,7 @@ class HostKVCache:
         dtype: str,
         pool: WorkerPool,
     ) -> None:
-        """Maps and touches the memory. MemoryError if the mapping is refused."""
+        """Maps and touches the memory. RuntimeError, with the size reached, if there is not enough."""
 
     @property
     def num_bytes(self) -> int: ...

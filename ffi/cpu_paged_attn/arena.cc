@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <new>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -62,6 +64,25 @@ void WithTypes(Dtype cache, Dtype rows, Fn fn) {
   });
 }
 
+std::string Gib(int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f",
+                static_cast<double>(bytes) / (1 << 30));
+  return text;
+}
+
+// Makes pages real. False, with errno, if there is no memory for them; older
+// kernels cannot say so and end the process instead.
+bool Touch(char* begin, int64_t size) {
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+  if (madvise(begin, size, kPopulateWrite) == 0) return true;
+  if (errno != EINVAL) return false;
+  for (int64_t i = 0; i < size; i += 4096) {
+    *static_cast<volatile char*>(begin + i) = 0;
+  }
+  return true;
+}
+
 }  // namespace
 
 void CheckShape(const CacheShape& s) {
@@ -87,24 +108,36 @@ HostKVCache::HostKVCache(const CacheShape& shape,
   const int64_t bytes = shape_.num_bytes();
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (data == MAP_FAILED) throw std::bad_alloc();
+  if (data == MAP_FAILED) {
+    throw std::runtime_error("mapping " + Gib(bytes) + " GiB for the host's " +
+                             "KV cache failed: " + std::strerror(errno));
+  }
   data_ = static_cast<char*>(data);
   // Advice only: a kernel without huge pages is merely slower.
   madvise(data_, bytes, MADV_HUGEPAGE);
 
   int64_t start = NowNs();
   constexpr int64_t kPiece = int64_t{32} << 20;
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next{0}, touched{0};
+  std::atomic<int> failure{0};
   pool_->Run(pool_->num_threads(), [&](int) {
-    for (;;) {
+    while (failure.load(std::memory_order_relaxed) == 0) {
       int64_t begin = next.fetch_add(kPiece, std::memory_order_relaxed);
       if (begin >= bytes) return;
-      int64_t end = std::min(bytes, begin + kPiece);
-      for (int64_t i = begin; i < end; i += 4096) {
-        *static_cast<volatile char*>(data_ + i) = 0;
+      int64_t size = std::min(kPiece, bytes - begin);
+      if (!Touch(data_ + begin, size)) {
+        failure.store(errno, std::memory_order_relaxed);
+        return;
       }
+      touched.fetch_add(size, std::memory_order_relaxed);
     }
   });
+  if (failure != 0) {
+    munmap(data_, bytes);
+    throw std::runtime_error(
+        "the machine gave " + Gib(touched) + " of " + Gib(bytes) +
+        " GiB for the host's KV cache: " + std::strerror(failure));
+  }
   touch_seconds_ = (NowNs() - start) * 1e-9;
 }
 

@@ -34,8 +34,8 @@ struct CacheShape {
 class HostKVCache {
  public:
   // Maps the arena and touches every page from the pool's threads. Throws
-  // std::invalid_argument for a shape no kernel takes, std::bad_alloc if the
-  // mapping is refused.
+  // std::invalid_argument for a shape no kernel takes, and std::runtime_error
+  // with the size reached if the machine does not give that much memory.
   HostKVCache(const CacheShape& shape, std::shared_ptr<WorkerPool> pool);
   ~HostKVCache();
   HostKVCache(const HostKVCache&) = delete;

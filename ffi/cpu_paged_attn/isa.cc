@@ -2,18 +2,26 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#endif
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 #include <cstdlib>
 #include <stdexcept>
 
 namespace neojax {
 
-#if defined(__x86_64__)
 namespace {
 
+// The first's name and bfloat16 kernel, the rest of the other.
+[[maybe_unused]] KernelTable WithBf16Of(const KernelTable& bf16,
+                                        const KernelTable& rest) {
+  return {bf16.name, rest.float32, bf16.bfloat16, rest.float16, rest.read};
+}
+
+#if defined(__x86_64__)
 // Whether the machine has AMX with BF16 and the kernel lets this process use
 // it, which must be asked for once: tiles make thread switches dearer.
 bool RequestAmx() {
@@ -25,38 +33,39 @@ bool RequestAmx() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-}  // namespace
 #endif
+
+}  // namespace
 
 std::vector<const KernelTable*> AvailableKernels() {
   std::vector<const KernelTable*> tables = {&kScalarKernels};
 #if defined(__x86_64__)
   // The builtin also checks that the operating system saves the registers.
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
-    tables.push_back(&kAvx2Kernels);
-    if (__builtin_cpu_supports("avx512f") &&
-        __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl")) {
-      tables.push_back(&kAvx512Kernels);
-      if (__builtin_cpu_supports("avx512bf16")) {
-        static const KernelTable kWithBf16 = {
-            kAvx512Bf16Kernels.name,     kAvx512Kernels.float32,
-            kAvx512Bf16Kernels.bfloat16, kAvx512Kernels.float16,
-            kAvx512Kernels.read,
-        };
-        tables.push_back(&kWithBf16);
-        static const KernelTable kWithAmx = {
-            kAmxKernels.name,     kAvx512Kernels.float32,
-            kAmxKernels.bfloat16, kAvx512Kernels.float16,
-            kAvx512Kernels.read,
-        };
-        static const bool has_amx = RequestAmx();
-        if (has_amx) tables.push_back(&kWithAmx);
-      }
-    }
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+      !__builtin_cpu_supports("f16c")) {
+    return tables;
   }
+  tables.push_back(&kAvx2Kernels);
+  if (!__builtin_cpu_supports("avx512f") ||
+      !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vl")) {
+    return tables;
+  }
+  tables.push_back(&kAvx512Kernels);
+  if (!__builtin_cpu_supports("avx512bf16")) return tables;
+  static const KernelTable kWithBf16 =
+      WithBf16Of(kAvx512Bf16Kernels, kAvx512Kernels);
+  tables.push_back(&kWithBf16);
+  static const KernelTable kWithAmx = WithBf16Of(kAmxKernels, kAvx512Kernels);
+  static const bool has_amx = RequestAmx();
+  if (has_amx) tables.push_back(&kWithAmx);
+#elif defined(__aarch64__)
+  tables.push_back(&kNeonKernels);
+  constexpr unsigned long kHwcap2Bf16 = 1ul << 14;
+  static const KernelTable kWithBf16 =
+      WithBf16Of(kNeonBf16Kernels, kNeonKernels);
+  if (getauxval(AT_HWCAP2) & kHwcap2Bf16) tables.push_back(&kWithBf16);
 #endif
   return tables;
 }

@@ -54,10 +54,14 @@ struct KernelTable {
 };
 
 extern const KernelTable kScalarKernels;
+// x86-64
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
 extern const KernelTable kAvx512Bf16Kernels;  // bfloat16 only
 extern const KernelTable kAmxKernels;         // bfloat16 only
+// aarch64
+extern const KernelTable kNeonKernels;
+extern const KernelTable kNeonBf16Kernels;  // bfloat16 only
 
 }  // namespace neojax
 

@@ -241,6 +241,9 @@ struct Attention {
       for (; g + I::kHeads <= group; g += I::kHeads) {
         fn(g, Constant<I::kHeads>());
       }
+      if constexpr (I::kHeads > 4) {
+        for (; g + 4 <= group; g += 4) fn(g, Constant<4>());
+      }
       for (; g + 2 <= group; g += 2) fn(g, Constant<2>());
       if (g < group) fn(g, Constant<1>());
     }
@@ -446,6 +449,16 @@ struct Attention {
 
   template <int kDim>
   static void RunGroup(const AttendArgs& a) {
+    // Groups are worth their code where KV is large: there it has 16 bits.
+    if constexpr (sizeof(Element) == 4) {
+      RunFor<0, kDim>(a);
+    } else {
+      RunGroupOf16Bits<kDim>(a);
+    }
+  }
+
+  template <int kDim>
+  static void RunGroupOf16Bits(const AttendArgs& a) {
     switch (a.group) {
       case 1:
         return RunFor<1, kDim>(a);

@@ -375,7 +375,10 @@ def test_wrong_calls_name_the_argument_and_leave_the_lane_usable(pool: native.Wo
         (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct(tie.shape, tie.dtype)),
     )
     for args, message in (
-        ((case.rows.astype(np.int32), hdr(0, 0, 1), tie), "rows must be float32, bfloat16 or float16"),
+        (
+            (case.rows.astype(np.int32), hdr(0, 0, 1), tie),
+            "rows must be float32, bfloat16 or float16",
+        ),
         ((case.rows, hdr(0, 0, 1)[:2], tie), r"hdr must be int32\[3\], got int32\[2\]"),
         ((case.rows, hdr(0, 0, 1), tie[:2]), "tie must have the shape of its result"),
     ):
@@ -565,3 +568,40 @@ def test_several_lanes_work_at_once_from_several_threads():
         worker.join()
     assert len(results) == 4
     assert max(results.values()) <= 2e-6
+
+
+@pytest.mark.slow
+def test_a_soak_of_random_shapes_leaks_no_thread_and_no_memory():
+    def resident_mib() -> float:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    rng = np.random.default_rng(0)
+    pool = native.WorkerPool(3)
+    threads = memory = 0.0
+    for round_ in range(100):
+        lens = [int(n) for n in rng.integers(1, 200, rng.integers(1, 5))]
+        shape = {
+            "num_kv_heads": int(rng.integers(1, 4)),
+            "group": int(rng.integers(1, 9)),
+            "head_dim": 8 * int(rng.integers(1, 17)),
+            "dtype": str(rng.choice(sorted(DTYPES))),
+        }
+        case = make_case(pool, lens, seed=round_, **shape)
+        lane = make_lane(case, pool)
+        program = start_and_join(lane, case)
+        tie = np.zeros((4, 4), np.float32)
+        for i in range(1000):
+            lane.set_plan(i % 8, case.lens, case.tables, uses=1)
+            program(case.rows, hdr(i % 8, i % 2, len(lens)), tie)
+        lane.close()
+        if round_ % 20 == 0:
+            jax.clear_caches()
+            gc.collect()
+        if round_ == 20:
+            threads, memory = len(os.listdir("/proc/self/task")), resident_mib()
+    jax.clear_caches()
+    gc.collect()
+    assert len(os.listdir("/proc/self/task")) == threads
+    assert resident_mib() - memory < 64
+    pool.close()
