@@ -230,28 +230,28 @@ struct Attention {
   // Packs of a strip's tokens.
   static constexpr int kStripPacks = kStripTokens / kPack;
 
-  // Calls fn(first head, number of heads as a constant) over blocks of at
-  // most I::kHeads heads.
-  template <int kGroup, class Fn>
-  static void ForHeads(int group, Fn fn) {
-    if constexpr (kGroup > 0 && kGroup <= I::kHeads) {
-      fn(0, Constant<kGroup>());
-    } else {
-      int g = 0;
-      for (; g + I::kHeads <= group; g += I::kHeads) {
-        fn(g, Constant<I::kHeads>());
-      }
-      if constexpr (I::kHeads > 4) {
-        for (; g + 4 <= group; g += 4) fn(g, Constant<4>());
-      }
-      for (; g + 2 <= group; g += 2) fn(g, Constant<2>());
-      if (g < group) fn(g, Constant<1>());
-    }
-  }
   template <int kValue>
   struct Constant {
     static constexpr int value = kValue;
   };
+
+  // Calls fn(first head, number of heads as a constant) over blocks of
+  // I::kHeads heads and the rest.
+  template <class Fn>
+  static void ForHeads(int group, Fn fn) {
+    int g = 0;
+    for (; g + I::kHeads <= group; g += I::kHeads) {
+      fn(g, Constant<I::kHeads>());
+    }
+    CallRest<I::kHeads - 1>(g, group - g, fn);
+  }
+  template <int kHeads, class Fn>
+  static void CallRest(int g, int rest, Fn fn) {
+    if constexpr (kHeads > 0) {
+      if (rest == kHeads) return fn(g, Constant<kHeads>());
+      CallRest<kHeads - 1>(g, rest, fn);
+    }
+  }
 
   // Turns one head's scores of a strip into logits in base 2; tokens outside
   // [first, last) become minus infinity. Returns the largest.
@@ -351,8 +351,8 @@ struct Attention {
     }
   }
 
-  // kGroup, kDim: the group and head dim if known, else 0.
-  template <int kGroup, int kDim>
+  // kDim: the head dim if known, else 0.
+  template <int kDim>
   static void RunFor(const AttendArgs& a) {
     alignas(64) float x[kMaxGroup * kStripTokens];
     alignas(64) Weight packed_p[kMaxGroup * kStripPacks];
@@ -360,7 +360,7 @@ struct Attention {
     alignas(64) Element clean_v[2][kTileTokens * kMaxHeadDim];
     alignas(64) float decay[kMaxGroup] = {};
     float ones[kMaxGroup];
-    const int group = kGroup > 0 ? kGroup : a.group;
+    const int group = a.group;
     const int head_dim = kDim > 0 ? kDim : a.head_dim;
     for (int g = 0; g < group; ++g) {
       a.max[g] = -__builtin_inff();
@@ -384,7 +384,7 @@ struct Attention {
         v[i] = k[i] + kTileTokens * head_dim;
         next_v[i] = next_k[i] + kTileTokens * head_dim;
       }
-      ForHeads<kGroup>(group, [&](int g, auto heads) {
+      ForHeads(group, [&](int g, auto heads) {
         constexpr int kHeads = heads.value;
         // Tiles at once, as there are registers for their sums.
         constexpr int kVecs = kTileTokens / I::kLanes;
@@ -421,7 +421,7 @@ struct Attention {
         Softmax(a, group, x, num_tokens, first, last, decay);
       }
       const Weight* p = Pack(x, packed_p, group * kStripTokens);
-      ForHeads<kGroup>(group, [&](int g, auto heads) {
+      ForHeads(group, [&](int g, auto heads) {
         const Element* const* next = g == 0 ? next_v : v;
         const Weight* head_p = p + g * kStripPacks;
         float* out = a.out + g * head_dim;
@@ -441,40 +441,10 @@ struct Attention {
 
   static void Run(const AttendArgs& a) {
     if constexpr (I::kLanes >= 8) {
-      if (a.head_dim == 128) return RunGroup<128>(a);
-      if (a.head_dim == 64) return RunGroup<64>(a);
+      if (a.head_dim == 128) return RunFor<128>(a);
+      if (a.head_dim == 64) return RunFor<64>(a);
     }
-    RunFor<0, 0>(a);
-  }
-
-  template <int kDim>
-  static void RunGroup(const AttendArgs& a) {
-    // Groups are worth their code where KV is large: there it has 16 bits.
-    if constexpr (sizeof(Element) == 4) {
-      RunFor<0, kDim>(a);
-    } else {
-      RunGroupOf16Bits<kDim>(a);
-    }
-  }
-
-  template <int kDim>
-  static void RunGroupOf16Bits(const AttendArgs& a) {
-    switch (a.group) {
-      case 1:
-        return RunFor<1, kDim>(a);
-      case 3:
-        return RunFor<3, kDim>(a);
-      case 4:
-        return RunFor<4, kDim>(a);
-      case 5:
-        return RunFor<5, kDim>(a);
-      case 7:
-        return RunFor<7, kDim>(a);
-      case 8:
-        return RunFor<8, kDim>(a);
-      default:
-        return RunFor<0, kDim>(a);
-    }
+    RunFor<0>(a);
   }
 
   // `count` floats as weights; where weights are floats, the floats.
