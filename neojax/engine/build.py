@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import xla_bridge  # there is no public way to ask whether the device is in use
 
 from neojax.config import EngineConfig, cache_dir
 from neojax.engine.core import EngineCore, check_policy
+from neojax.environment import MAX_INFLIGHT, MEM_FRACTION, device_environment
 from neojax.kv.geometry import CPU_DEVICE_POOL_BYTES, GIB, KVGeometry, available_host_bytes
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
@@ -39,7 +42,7 @@ class Sizes:
 def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = True) -> EngineCore:
     """An engine with everything compiled. Raises ValueError where the settings cannot be met."""
     started = time.perf_counter()
-    enable_compilation_cache()
+    prepare_jax(config)
     policy = load_policy(config.offload_policy)
     model_config = ModelConfig.from_checkpoint(checkpoint)
     dtype = resolve_dtype(config.dtype)
@@ -58,7 +61,12 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         seed=config.seed,
         progress=progress,
     )
-    sizes = resolve_sizes(config, geometry, model_config.max_position_embeddings)
+    sizes = resolve_sizes(
+        config,
+        geometry,
+        model_config.max_position_embeddings,
+        activation_bytes(config, model_config, dtype),
+    )
     runner = Runner(
         model,
         RunnerConfig(
@@ -99,8 +107,23 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
     return engine
 
 
-def enable_compilation_cache() -> None:
-    """Keep compiled programs on disk, unless the user has chosen otherwise."""
+def prepare_jax(config: EngineConfig) -> None:
+    """Set what counts only before the device is first used; say so when it is too late.
+
+    Compiled programs are kept on disk, unless the user has chosen otherwise.
+    """
+    wanted = device_environment(config.gpu_memory_utilization)
+    if not xla_bridge.backends_are_initialized():
+        os.environ.update(wanted)
+        options = {"max_inflight_computations": MAX_INFLIGHT}
+        jax.config.update("jax_pjrt_client_create_options", options)
+    elif jax.default_backend() == "gpu" and MEM_FRACTION[0] in wanted:
+        log.warning(
+            "jax already holds the GPU; to give neojax its share of memory set %s=%s before jax "
+            "is first used",
+            MEM_FRACTION[0],
+            wanted[MEM_FRACTION[0]],
+        )
     if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - not in jax's stubs
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -121,9 +144,16 @@ def resolve_dtype(name: str) -> np.dtype:
     return dtype
 
 
-def resolve_sizes(config: EngineConfig, geometry: KVGeometry, model_max_len: int) -> Sizes:
-    """Blocks and context from memory and flags. Raises ValueError with the numbers that work."""
-    num_device = config.num_gpu_blocks_override or geometry.num_blocks(_device_pool_bytes(config))
+def resolve_sizes(
+    config: EngineConfig, geometry: KVGeometry, model_max_len: int, reserve_bytes: int = 0
+) -> Sizes:
+    """Blocks and context from memory and flags. Raises ValueError with the numbers that work.
+
+    reserve_bytes: device memory to leave to activations.
+    """
+    num_device = config.num_gpu_blocks_override or max(
+        0, geometry.num_blocks(_device_pool_bytes(config, reserve_bytes))
+    )
     num_host = geometry.num_blocks(_host_pool_bytes(config))
     largest = max(num_device, num_host) * config.block_size
     wanted = config.max_model_len
@@ -152,11 +182,23 @@ def resolve_sizes(config: EngineConfig, geometry: KVGeometry, model_max_len: int
     return Sizes(num_device, min(num_host, most), max_model_len)
 
 
-def _device_pool_bytes(config: EngineConfig) -> float:
+def _device_pool_bytes(config: EngineConfig, reserve_bytes: int) -> float:
     stats = jax.devices()[0].memory_stats()
     if stats is None:
         return min(CPU_DEVICE_POOL_BYTES, available_host_bytes() / 4)
-    return config.gpu_memory_utilization * stats["bytes_limit"] - stats["bytes_in_use"]
+    # bytes_limit is what XLA was allowed to take: the utilization is in it already.
+    return stats["bytes_limit"] - stats["bytes_in_use"] - reserve_bytes
+
+
+def activation_bytes(config: EngineConfig, model: ModelConfig, dtype: np.dtype) -> int:
+    """What a step needs besides weights and pools: activations, logits, room to grow.
+
+    The widest moment of a layer holds gate, up and their product beside the residual; the head
+    holds float32 logits twice, once masked. Doubled for two steps in flight.
+    """
+    per_token = (3 * model.intermediate_size + 4 * model.hidden_size) * dtype.itemsize
+    logits = 2 * 4 * config.max_num_seqs * model.vocab_size
+    return 2 * (config.max_num_batched_tokens * per_token + logits) + GIB
 
 
 def _host_pool_bytes(config: EngineConfig) -> float:

@@ -64,6 +64,8 @@ class StepHandle:
     ) -> None:
         self._sampled = sampled
         self._counts = counts
+        for array, _ in sampled:
+            array.copy_to_host_async()
         self._host = host
 
     def tokens(self) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neojax.config import EngineConfig
+from neojax.environment import device_environment
 
 ENGINE_COMMAND = (sys.executable, "-m", "neojax.engine")
 
@@ -43,7 +44,7 @@ class EngineProcess:
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
-            env=engine_environment(config),
+            env=os.environ | device_environment(config.gpu_memory_utilization),
             start_new_session=True,
         )
         fields = [field.name for field in dataclasses.fields(EngineConfig)]
@@ -83,12 +84,3 @@ class EngineProcess:
     def remove_dir(self) -> None:
         """Remove the sockets' directory."""
         shutil.rmtree(self._dir, ignore_errors=True)
-
-
-def engine_environment(config: EngineConfig) -> dict[str, str]:
-    """The engine's environment: ours, with the share of GPU memory unless the user set one."""
-    env = dict(os.environ)
-    # jaxlib refuses to start when both spellings are set, so a user's choice of either stands.
-    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & env.keys():
-        env["XLA_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
-    return env
