@@ -22,9 +22,10 @@ TOP_LEVEL = {
 # fmt: on
 
 # Arrows go down only: a part may import itself, `anywhere` and what stands beside it here.
-ANYWHERE = {"config", "sampling_params"}
+ANYWHERE = {"config", "environment", "sampling_params"}
 ARROWS = {
     "config": set(),
+    "environment": set(),
     "sampling_params": set(),
     "outputs": set(),
     "text": {"models"},
