@@ -18,10 +18,11 @@ from neojax.models.config import ModelConfig
 from neojax.models.dummy import random_parameters
 from neojax.models.gguf_checkpoint import GgufCheckpoint
 from neojax.models.llama import Llama
+from neojax.models.orbax_checkpoint import WEIGHTS_DIRECTORY, OrbaxCheckpoint
 from neojax.models.parameters import ParamPath, Part, check_tensors
 from neojax.models.safetensors_checkpoint import SafetensorsCheckpoint
 
-Checkpoint: TypeAlias = SafetensorsCheckpoint | GgufCheckpoint
+Checkpoint: TypeAlias = SafetensorsCheckpoint | GgufCheckpoint | OrbaxCheckpoint
 """Tensors by Hugging Face name: `shapes`, and `read` for one."""
 
 
@@ -58,13 +59,23 @@ def load_model(
     return nnx.merge(graphdef, state)
 
 
-def open_checkpoint(path: Path, config: ModelConfig, load_format: LoadFormat) -> Checkpoint:
+def open_checkpoint(
+    path: Path, config: ModelConfig, load_format: LoadFormat = "auto"
+) -> Checkpoint:
     """The reader for a path. Raises ValueError when it is not what load_format names."""
-    is_gguf = path.suffix == ".gguf"
-    if load_format not in ("auto", "gguf" if is_gguf else "safetensors"):
-        kind = "a GGUF file" if is_gguf else "a directory"
-        raise ValueError(f"load_format {load_format!r} was asked for, but {path} is {kind}")
-    return GgufCheckpoint(path, config) if is_gguf else SafetensorsCheckpoint(path)
+    if path.suffix == ".gguf":
+        kind, what = "gguf", "a GGUF file"
+    elif (path / WEIGHTS_DIRECTORY).is_dir():
+        kind, what = "orbax", "a directory with an Orbax checkpoint"
+    else:
+        kind, what = "safetensors", "a directory"
+    if load_format not in ("auto", kind):
+        raise ValueError(f"load_format {load_format!r} was asked for, but {path} is {what}")
+    if kind == "gguf":
+        return GgufCheckpoint(path, config)
+    if kind == "orbax":
+        return OrbaxCheckpoint(path)
+    return SafetensorsCheckpoint(path)
 
 
 def _read_parameters(
