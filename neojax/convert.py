@@ -1,6 +1,6 @@
-"""Turns any checkpoint that neojax reads into a Hugging Face directory of safetensors.
+"""Turns any checkpoint that neojax reads into a directory of safetensors, or of Orbax arrays.
 
-    python -m neojax.convert SOURCE DESTINATION [--dtype bfloat16]
+    python -m neojax.convert SOURCE DESTINATION [--to safetensors|orbax] [--dtype bfloat16]
 
 For a GGUF file: weights dequantised, tokenizer, chat template and end tokens from its metadata, so
 that it loads without being dequantised again, and in other programs. The destination appears whole
@@ -17,18 +17,18 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
 from neojax.hub import resolve_checkpoint
+from neojax.models.checkpoint import open_checkpoint
 from neojax.models.config import ModelConfig
-from neojax.models.gguf_checkpoint import GgufCheckpoint
 from neojax.models.hf_config_writer import hf_config
+from neojax.models.orbax_checkpoint import write_orbax
 from neojax.models.parameters import check_tensors
-from neojax.models.safetensors_checkpoint import SafetensorsCheckpoint
 from neojax.models.safetensors_writer import MAX_SHARD_BYTES, write_safetensors
 from neojax.text.tokenizer import Tokenizer
 
@@ -52,11 +52,12 @@ def convert(
     source: Path,
     destination: Path,
     *,
+    to: Literal["safetensors", "orbax"] = "safetensors",
     dtype: str = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool = True,
 ) -> None:
-    """Write `source` as a Hugging Face directory with weights of `dtype`.
+    """Write `source` as a directory with weights of `dtype`, in safetensors or Orbax's format.
 
     Raises ValueError when the source is not whole, a value does not fit the type, the destination
     exists, or the disk has no room; then nothing is left behind.
@@ -64,8 +65,7 @@ def convert(
     if destination.exists():
         raise ValueError(f"{destination} exists already; name a directory that does not")
     config = ModelConfig.from_checkpoint(source)
-    is_gguf = source.suffix == ".gguf"
-    checkpoint = GgufCheckpoint(source, config) if is_gguf else SafetensorsCheckpoint(source)
+    checkpoint = open_checkpoint(source, config)
     parts = check_tensors(checkpoint.shapes, config, str(source))
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name in parts}
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -75,8 +75,13 @@ def convert(
     try:
         with tqdm(total=len(shapes), desc="Converting", disable=not progress) as bar:
             read = _converting(checkpoint.read, DTYPES[dtype], bar.update)
-            write_safetensors(scratch, shapes, read, DTYPES[dtype], max_shard_bytes=max_shard_bytes)
-        if is_gguf:
+            if to == "orbax":
+                write_orbax(scratch, shapes, read)
+            else:
+                write_safetensors(
+                    scratch, shapes, read, DTYPES[dtype], max_shard_bytes=max_shard_bytes
+                )
+        if source.suffix == ".gguf":
             _write_json(scratch / "config.json", hf_config(config, dtype))
             _write_tokenizer(source, scratch)
         else:
@@ -148,11 +153,12 @@ def main() -> None:
     )
     parser.add_argument("source", help="directory, .gguf file, Hub id or the default model's name")
     parser.add_argument("destination", type=Path, help="directory to make")
+    parser.add_argument("--to", choices=["safetensors", "orbax"], default="safetensors")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     arguments = parser.parse_args()
     try:
         source = resolve_checkpoint(arguments.source)
-        convert(source, arguments.destination, dtype=arguments.dtype)
+        convert(source, arguments.destination, to=arguments.to, dtype=arguments.dtype)
     except (ValueError, OSError) as error:
         raise SystemExit(f"neojax: {error}") from error
     print(arguments.destination, file=sys.stdout)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -21,6 +24,7 @@ from neojax.convert import convert
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
 from neojax.models.hf_config_writer import hf_config
+from neojax.models.orbax_checkpoint import OrbaxCheckpoint, write_orbax
 from neojax.models.rope_scaling import PerFrequencyRopeScaling
 from neojax.text.eos import eos_token_ids
 from neojax.text.tokenizer import Tokenizer
@@ -79,6 +83,78 @@ def test_a_narrower_type_halves_the_file_and_is_named_in_the_config(tmp_path):
     assert sizes[1] < 0.52 * sizes[0]
     assert json.loads((tmp_path / "narrow/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert eos_token_ids(tmp_path / "narrow") == eos_token_ids(source)
+
+
+def test_orbax_there_and_back_changes_nothing(tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "source", "gqa3_h64")
+    convert(source, tmp_path / "there", to="orbax", dtype="float32", progress=False)
+    assert not list((tmp_path / "there").glob("*.safetensors"))
+    assert_same_parameters(tmp_path / "there", source)
+    convert(tmp_path / "there", tmp_path / "back", dtype="float32", progress=False)
+    assert_same_parameters(tmp_path / "back", source)
+    assert (tmp_path / "back" / "model.safetensors").is_file()
+
+
+def test_orbax_keeps_narrow_types_and_a_tie(tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "source", "gqa3_h64")
+    convert(source, tmp_path / "narrow", to="orbax", progress=False)
+    checkpoint = OrbaxCheckpoint(tmp_path / "narrow")
+    assert "lm_head.weight" not in checkpoint.shapes
+    values = checkpoint.read("model.norm.weight")
+    assert values.dtype == ml_dtypes.bfloat16
+    stored = golden_models.weights(golden_models.CONFIGS["gqa3_h64"])["model.norm.weight"]
+    np.testing.assert_array_equal(values, stored.astype(ml_dtypes.bfloat16))
+
+
+def test_an_orbax_checkpoint_written_on_eight_devices_loads_on_one(tmp_path):
+    """The arrays were sharded over a mesh that is not there any more."""
+    source = golden_models.write_checkpoint(tmp_path / "source", "mha_h64")
+    directory = tmp_path / "sharded"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((source / "config.json").read_bytes())
+    code = """
+import sys
+import jax, orbax.checkpoint as ocp
+from pathlib import Path
+from neojax.models.safetensors_checkpoint import SafetensorsCheckpoint
+source, target = SafetensorsCheckpoint(Path(sys.argv[1])), Path(sys.argv[2])
+mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+assert len(jax.devices()) == 8
+tree = {name: jax.device_put(source.read(name), split) for name in source.shapes}
+ocp.PyTreeCheckpointer().save(target / "orbax", tree)
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code, str(source), str(directory)]
+    subprocess.run(command, check=True, env=os.environ | flags)
+    assert len(jax.devices()) == 1
+    assert_same_parameters(directory, source)
+
+
+@pytest.mark.parametrize("damage", ["_METADATA", "manifest.ocdbt", "everything"])
+def test_a_damaged_orbax_directory_is_named(tmp_path, damage):
+    source = golden_models.write_checkpoint(tmp_path / "source", "mha_h64")
+    convert(source, tmp_path / "out", to="orbax", progress=False)
+    weights = tmp_path / "out" / "orbax"
+    if damage == "everything":
+        shutil.rmtree(weights)
+        weights.mkdir()
+    else:
+        (weights / damage).unlink()
+    with pytest.raises(ValueError, match=f"{weights} is not a readable Orbax checkpoint"):
+        parameters(tmp_path / "out")
+
+
+def test_an_orbax_checkpoint_that_lacks_a_tensor_is_refused_by_tensor(tmp_path):
+    source = golden_models.write_checkpoint(tmp_path / "source", "mha_h64")
+    directory = tmp_path / "out"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = golden_models.weights(golden_models.CONFIGS["mha_h64"])
+    del tensors["model.norm.weight"]
+    write_orbax(directory, {name: value.shape for name, value in tensors.items()}, tensors.get)
+    with pytest.raises(ValueError, match=r"missing: model\.norm\.weight"):
+        parameters(directory)
 
 
 def full_disk(*_: object, **__: object) -> None:
