@@ -20,7 +20,7 @@ class OffloadPolicy:
     def split(
         self, host_decodes: Sequence[Row], has_device_work: bool
     ) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Host rows of b0 and of b1.
+        """Host rows of b0 and of b1; b0 takes some only when it has no device work.
 
         With device work, b0 is that work and b1 all host rows: their attention runs under b0's
         linear stages. Without, two halves hide each other's attention.

@@ -94,6 +94,9 @@ class Scheduler:
         host = [row for row in decodes if row.placement is Placement.HOST]
         needs_host = bool(host) or any(row.placement is Placement.HOST for row in chunks)
         host0, host1 = self.policy.split(host, has_device_work=bool(device or chunks))
+        if host0 and (device or chunks):
+            # No compiled program has both; the cost model's plans will bring them.
+            raise ValueError(f"policy {self.policy.name!r} put host rows beside device work in b0")
         plan = Plan(
             step=self._step,
             mode=Mode.PIPELINED if needs_host else Mode.DEVICE_ONLY,

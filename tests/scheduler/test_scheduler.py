@@ -256,6 +256,21 @@ def test_blocks_of_a_stopped_request_return_only_after_the_step_in_flight():
     assert scheduler.pools[Placement.DEVICE].num_used == 0
 
 
+def test_a_policy_that_splits_as_no_program_can_run_is_named():
+    class Mixing(Auto):
+        name = "mixing"
+
+        def split(self, host_decodes, has_device_work):
+            return host_decodes, ()
+
+    scheduler = make_scheduler(Mixing())
+    scheduler.add(make_request(0, 20, 8, placement="host"))
+    run_step(scheduler)
+    scheduler.add(make_request(1, 20, 8, placement="device"))
+    with pytest.raises(ValueError, match="'mixing' put host rows beside device work"):
+        scheduler.schedule()
+
+
 def test_a_policy_of_ones_own_is_loaded_by_module_and_class():
     assert load_policy("neojax.scheduler.policy:Full").placements == (Placement.HOST,)
     for bad in ("fastest", "no.such:Policy", "neojax.config:EngineConfig"):
