@@ -21,7 +21,7 @@ namespace {
   return {bf16.name, rest.float32, bf16.bfloat16, rest.float16, rest.read};
 }
 
-#if defined(__x86_64__)
+#ifdef NEOJAX_HAVE_AMX
 // Whether the machine has AMX with BF16 and the kernel lets this process use
 // it, which must be asked for once: tiles make thread switches dearer.
 bool RequestAmx() {
@@ -39,29 +39,39 @@ bool RequestAmx() {
 
 std::vector<const KernelTable*> AvailableKernels() {
   std::vector<const KernelTable*> tables = {&kScalarKernels};
-#if defined(__x86_64__)
-  // The builtin also checks that the operating system saves the registers.
+  // The build says which files the compiler could make. The builtin also
+  // checks that the operating system saves the registers.
+#ifdef NEOJAX_HAVE_AVX2
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
       !__builtin_cpu_supports("f16c")) {
     return tables;
   }
   tables.push_back(&kAvx2Kernels);
+#endif
+#ifdef NEOJAX_HAVE_AVX512
   if (!__builtin_cpu_supports("avx512f") ||
       !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl")) {
     return tables;
   }
   tables.push_back(&kAvx512Kernels);
+#endif
+#ifdef NEOJAX_HAVE_AVX512BF16
   if (!__builtin_cpu_supports("avx512bf16")) return tables;
   static const KernelTable kWithBf16 =
       WithBf16Of(kAvx512Bf16Kernels, kAvx512Kernels);
   tables.push_back(&kWithBf16);
+#endif
+#ifdef NEOJAX_HAVE_AMX
   static const KernelTable kWithAmx = WithBf16Of(kAmxKernels, kAvx512Kernels);
   static const bool has_amx = RequestAmx();
   if (has_amx) tables.push_back(&kWithAmx);
-#elif defined(__aarch64__)
+#endif
+#ifdef NEOJAX_HAVE_NEON
   tables.push_back(&kNeonKernels);
+#endif
+#ifdef NEOJAX_HAVE_NEONBF16
   constexpr unsigned long kHwcap2Bf16 = 1ul << 14;
   static const KernelTable kWithBf16 =
       WithBf16Of(kNeonBf16Kernels, kNeonKernels);
