@@ -5,7 +5,7 @@ design.md's. Every bad argument is a ValueError that names it.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,11 +71,33 @@ class HostKVCache:
     ) -> int:
         """Bytes of one block over all layers, K and V."""
 
+class CudaReport(TypedDict):
+    """The device side of a lane."""
+
+    device: int
+    memory_operations: bool
+    """Streams write and await flags themselves; otherwise host functions do."""
+    round_trip_us: float
+    """From the device to a thread and back, nothing moved."""
+    device_bytes: int
+    pinned_bytes: int
+    registered_bytes: int
+    """Of the arena, page-locked."""
+    register_s: float
+    notes: list[str]
+    """What is worse than it could be, and why: worth a log line each."""
+
 class HostLane:
     """Channels of started and joined attention jobs, served in launch order by one thread.
 
     `max_rows`: most sequences in one start. `num_plans`: entries of the plan ring. `softcap` c:
     logits become c * tanh(logit / c); 0 leaves them. `isa`: kernels to use, "" for the fastest.
+
+    `cuda_device`: ordinal of the device, among those that the process sees, whose programs the
+    lane serves; None for programs of the CPU platform. A CUDA lane takes all it needs there at
+    once: per channel two slots, and `staging_bytes` for stores, on the device and pinned each.
+    `watchdog_s`: after this long without advance `error` names the channel, and a job that does
+    not end no longer holds the device.
     """
 
     def __init__(
@@ -90,7 +112,16 @@ class HostLane:
         *,
         softcap: float = 0.0,
         isa: str = "",
-    ) -> None: ...
+        cuda_device: int | None = None,
+        staging_bytes: int = 64 << 20,
+        watchdog_s: float = 30.0,
+    ) -> None:
+        """RuntimeError, with the driver's words, if the device cannot give what the lane needs."""
+
+    @property
+    def cuda_report(self) -> CudaReport | None:
+        """What a CUDA lane found and took when it was made; None for the CPU platform."""
+
     @property
     def id(self) -> int:
         """The lowest id that no open lane had; an attribute of the FFI calls."""
@@ -127,15 +158,19 @@ class HostLane:
     def drain(self, timeout_s: float) -> None:
         """Waits for all queued jobs, then forgets starts not joined and outstanding plan uses.
 
-        Call it when no program that uses the lane runs. TimeoutError names the channels.
+        Call it when no program that uses the lane runs. TimeoutError names the channels. A lane
+        whose watchdog struck works again afterwards, unless its device is lost.
         """
 
     def error(self) -> str | None:
-        """The first failure of a job since `clear_error`; that job's output was zero."""
+        """The first failure since `clear_error`, of a job (its output was zero) or a device.
+
+        On the CUDA platform a wrong hdr is found here too, not where the call is made.
+        """
 
     def clear_error(self) -> None: ...
     def set_delay_us(self, microseconds: int) -> None:
-        """Test hook: every job with rows first sleeps this long."""
+        """Test hook: every job with rows first sleeps this long; on a device, with chunks too."""
 
     def fail_next_job(self, message: str) -> None:
         """Test hook: the next job with rows fails."""
@@ -150,7 +185,11 @@ class HostLane:
         """Totals: starts, joins, stores, fetches, jobs, rows, tokens, busy_ns, tie_copies, ..."""
 
     def close(self) -> None:
-        """Runs what is queued, ends the thread and frees the id. May be called twice."""
+        """Runs what is queued, ends the thread and frees the id. May be called twice.
+
+        A CUDA lane gives up what has not come from the device within seconds, so that neither
+        waits for the other.
+        """
 
 def attend(
     cache: HostKVCache,
@@ -213,7 +252,12 @@ def default_num_threads() -> int: ...
 def ffi_api_version() -> tuple[int, int]:
     """XLA FFI API version this library was built with."""
 
-def registrations() -> dict[
+_Targets: TypeAlias = dict[
     Literal["neojax.start.v1", "neojax.join.v1", "neojax.store.v1", "neojax.fetch.v1"], object
-]:
+]
+
+def registrations() -> _Targets:
     """FFI targets of platform cpu."""
+
+def cuda_registrations() -> _Targets:
+    """The same targets of platform CUDA; empty without libcuda or a device."""

@@ -1,18 +1,15 @@
 #include "ffi/cpu_paged_attn/lane.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <exception>
 #include <stdexcept>
 #include <utility>
 
+#include "ffi/cpu_paged_attn/cuda_lane.h"
+
 namespace neojax {
 namespace {
-
-constexpr size_t kMaxIntervals = size_t{1} << 20;
 
 // Never destroyed: lanes may outlive static objects at exit.
 struct Registry {
@@ -50,15 +47,31 @@ std::shared_ptr<HostLane> HostLane::Create(std::shared_ptr<HostKVCache> cache,
                                            LaneOptions options) {
   std::shared_ptr<HostLane> lane(
       new HostLane(std::move(cache), std::move(pool), std::move(options)));
+  lane->Register(lane);
+  return lane;
+}
+
+std::shared_ptr<HostLane> HostLane::Create(std::shared_ptr<HostKVCache> cache,
+                                           std::shared_ptr<WorkerPool> pool,
+                                           LaneOptions options,
+                                           const CudaDriver& driver,
+                                           const CudaOptions& cuda) {
+  std::shared_ptr<HostLane> lane(
+      new HostLane(std::move(cache), std::move(pool), std::move(options)));
+  lane->cuda_ = std::make_unique<CudaLane>(*lane, driver, cuda);
+  lane->Register(lane);
+  return lane;
+}
+
+void HostLane::Register(const std::shared_ptr<HostLane>& self) {
   Registry& registry = Registry::Get();
   std::lock_guard<std::mutex> lock(registry.mutex);
   size_t id = 0;
   auto& entries = registry.entries;
   while (id < entries.size() && entries[id].lane != nullptr) ++id;
   if (id == entries.size()) entries.emplace_back();
-  entries[id] = {lane.get(), lane};
-  lane->id_ = static_cast<int>(id);
-  return lane;
+  entries[id] = {this, self};
+  id_ = static_cast<int>(id);
 }
 
 std::shared_ptr<HostLane> HostLane::Find(int64_t id) {
@@ -99,8 +112,10 @@ void HostLane::Close() {
     if (closed_) return;
     closed_ = true;
   }
+  if (cuda_ != nullptr) cuda_->BeginClose();
   work_.Post();
   dispatcher_.join();
+  if (cuda_ != nullptr) cuda_->Close();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (Entry& entry : plans_) {
@@ -163,20 +178,6 @@ void HostLane::ReleaseUse(int plan) {
   if (entry.uses > 0 && --entry.uses == 0) pool_->Arm(-1);
 }
 
-Error HostLane::FindPlan(Hdr hdr, std::shared_ptr<const Plan>* plan) const {
-  if (hdr.layer < 0 || hdr.layer >= shape().num_layers) {
-    return "hdr[1] is layer " + Text(hdr.layer) + "; the arena has " +
-           Text(shape().num_layers);
-  }
-  if (hdr.plan < 0 || hdr.plan >= options_.num_plans) {
-    return "hdr[0] is plan " + Text(hdr.plan) + "; the lane has " +
-           Text(options_.num_plans);
-  }
-  *plan = plans_[hdr.plan].plan;
-  if (*plan == nullptr) return "hdr[0]: plan " + Text(hdr.plan) + " is not set";
-  return {};
-}
-
 Error HostLane::Start(int64_t channel, const void* rows, Dtype dtype,
                       int64_t num_rows, Hdr hdr, int32_t* ticket) {
   if (channel < 0 || channel >= options_.num_channels) {
@@ -187,23 +188,14 @@ Error HostLane::Start(int64_t channel, const void* rows, Dtype dtype,
     return "rows has " + Text(num_rows) +
            " rows; the lane takes max_rows=" + Text(options_.max_rows);
   }
-  if (hdr.n < 0 || hdr.n > num_rows) {
-    return "hdr[2] is n=" + Text(hdr.n) + "; rows has " + Text(num_rows);
-  }
   Slot* slot;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return "lane " + Text(id_) + " is closed";
     Channel& c = channels_[channel];
     std::shared_ptr<const Plan> plan;
-    if (hdr.n > 0) {
-      Error error = FindPlan(hdr, &plan);
-      if (!error.empty()) return error;
-      if (hdr.n > plan->num_rows()) {
-        return "hdr[2] is n=" + Text(hdr.n) + "; plan " + Text(hdr.plan) +
-               " has " + Text(plan->num_rows()) + " rows";
-      }
-    }
+    Error error = FindRows(hdr, num_rows, &plan);
+    if (!error.empty()) return error;
     slot = &c.slots[c.starts % 2];
     if (slot->busy) {
       return "channel " + Text(channel) +
@@ -226,7 +218,13 @@ Error HostLane::Start(int64_t channel, const void* rows, Dtype dtype,
   {
     std::lock_guard<std::mutex> lock(mutex_);
     --starting_;
-    queue_.push_back(slot);
+    queue_.push_back({slot->channel, [this, slot] {
+                        if (slot->hdr.n > 0) {
+                          RunJob(slot->channel, slot->hdr, *slot->plan,
+                                 slot->in.get(), slot->dtype, slot->out.get());
+                        }
+                        slot->done.Post();
+                      }});
   }
   work_.Post();
   return {};
@@ -289,31 +287,13 @@ Error HostLane::StoreRows(const void* rows, Dtype dtype, int64_t num_rows,
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return "lane " + Text(id_) + " is closed";
-    if (hdr.n < 0) return "hdr[2] is " + Text(hdr.n) + " chunks";
-    if (hdr.n > 0) {
-      Error error = FindPlan(hdr, &plan);
-      if (!error.empty()) return error;
-      if (hdr.n > plan->num_chunks()) {
-        return "hdr[2] is " + Text(hdr.n) + " chunks; plan " + Text(hdr.plan) +
-               " has " + Text(plan->num_chunks());
-      }
-    }
   }
-  for (int i = 0; i < hdr.n; ++i) {
-    const Chunk& chunk = plan->chunk(i);
-    if (int64_t{chunk.row_offset} + chunk.num_tokens > num_rows) {
-      return "rows has " + Text(num_rows) + " rows; chunk " + Text(i) +
-             " of plan " + Text(hdr.plan) + " needs rows " +
-             Text(chunk.row_offset) + " to " +
-             Text(int64_t{chunk.row_offset} + chunk.num_tokens - 1);
-    }
-  }
-  if (hdr.n > 0) {
+  Error error = ChunksToStore(hdr, num_rows, &plan);
+  if (!error.empty()) return error;
+  if (plan != nullptr) {
     Store(*cache_, *pool_, params_, *plan, hdr.layer, hdr.n, rows, dtype);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  ++counters_.stores;
-  ReleaseUse(hdr.plan);
+  FinishStore(hdr);
   return {};
 }
 
@@ -323,31 +303,49 @@ Error HostLane::FetchTokens(Hdr hdr, void* k, void* v, Dtype dtype,
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return "lane " + Text(id_) + " is closed";
-    if (hdr.n < 0) return "hdr[2] is " + Text(hdr.n) + " chunks";
-    ++counters_.fetches;
-    if (hdr.n == 0) return {};
-    Error error = FindPlan(hdr, &plan);
-    if (!error.empty()) return error;
-    if (hdr.n > plan->num_chunks()) {
-      return "hdr[2] is " + Text(hdr.n) + " chunks; plan " + Text(hdr.plan) +
-             " has " + Text(plan->num_chunks());
-    }
   }
-  for (int i = 0; i < hdr.n; ++i) {
-    const Chunk& chunk = plan->chunk(i);
-    if (int64_t{chunk.scratch_slot} + chunk.start > num_slots) {
-      return "k_scratch has " + Text(num_slots) + " slots; chunk " + Text(i) +
-             " of plan " + Text(hdr.plan) + " needs " + Text(chunk.start) +
-             " from " + Text(chunk.scratch_slot);
-    }
+  Error error = ChunksToFetch(hdr, num_slots, &plan);
+  if (!error.empty()) return error;
+  if (plan != nullptr) {
+    Fetch(*cache_, *pool_, *plan, hdr.layer, hdr.n, k, v, dtype);
   }
-  Fetch(*cache_, *pool_, *plan, hdr.layer, hdr.n, k, v, dtype);
+  CountFetch();
   return {};
+}
+
+void HostLane::CountFetch() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counters_.fetches;
 }
 
 void HostLane::CountTieCopy() {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counters_.tie_copies;
+}
+
+void HostLane::CountStart() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counters_.starts;
+}
+
+void HostLane::CountJoin() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counters_.joins;
+}
+
+Error HostLane::Enqueue(Job job) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return "lane " + Text(id_) + " is closed";
+    queue_.push_back(std::move(job));
+  }
+  work_.Post();
+  return {};
+}
+
+HostLane::Running HostLane::running() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return running_;
 }
 
 void HostLane::Dispatch() {
@@ -356,68 +354,20 @@ void HostLane::Dispatch() {
     work_.Wait(pool_->SpinNs());
     work_.Reset();
     for (;;) {
-      Slot* slot;
+      Job job;
       {
         std::lock_guard<std::mutex> lock(mutex_);
-        running_ = nullptr;
+        running_ = {};
         if (queue_.empty()) {
           idle_.notify_all();
           if (closed_) return;
           break;
         }
-        slot = running_ = queue_.front();
+        job = std::move(queue_.front());
+        running_ = {job.channel, NowNs()};
         queue_.pop_front();
       }
-      RunJob(*slot);
-      slot->done.Post();
-    }
-  }
-}
-
-void HostLane::RunJob(Slot& slot) {
-  int64_t delay_ns;
-  Error failure;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    delay_ns = delay_ns_;
-    if (slot.hdr.n > 0) failure.swap(fail_next_);
-  }
-  if (slot.hdr.n == 0) return;
-  const int64_t start_ns = NowNs();
-  if (delay_ns > 0) {
-    timespec left{delay_ns / 1000000000, delay_ns % 1000000000};
-    while (nanosleep(&left, &left) != 0) {
-    }
-  }
-  try {
-    if (!failure.empty()) throw std::runtime_error(failure);
-    Attend(*cache_, *pool_, kernels_, params_, *slot.plan,
-           {slot.in.get(), slot.dtype, slot.hdr.layer, slot.hdr.n,
-            /*append=*/true, slot.out.get(), /*lse=*/nullptr});
-  } catch (const std::exception& e) {
-    // Rows of a failed job are zero; whoever waits must get something.
-    std::memset(slot.out.get(), 0,
-                int64_t{slot.hdr.n} * options_.num_q_heads * shape().head_dim *
-                    ElementSize(slot.dtype));
-    failure = std::string(e.what()) + " (channel " + Text(slot.channel) +
-              ", plan " + Text(slot.hdr.plan) + ", layer " +
-              Text(slot.hdr.layer) + ")";
-  }
-  const int64_t end_ns = NowNs();
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!failure.empty() && error_.empty()) error_ = failure;
-  ++counters_.jobs;
-  counters_.rows += slot.hdr.n;
-  for (int row = 0; row < slot.hdr.n; ++row) {
-    counters_.tokens += slot.plan->context_len(row);
-  }
-  counters_.busy_ns += end_ns - start_ns;
-  if (record_) {
-    if (intervals_.size() < kMaxIntervals) {
-      intervals_.push_back(
-          {slot.channel, slot.hdr.plan, slot.hdr.layer, start_ns, end_ns});
-    } else {
-      ++counters_.intervals_dropped;
+      job.run();
     }
   }
 }
@@ -425,13 +375,13 @@ void HostLane::RunJob(Slot& slot) {
 std::vector<int> HostLane::Drain(double timeout_seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
   auto idle = [&] {
-    return starting_ == 0 && queue_.empty() && running_ == nullptr;
+    return starting_ == 0 && queue_.empty() && running_.since_ns == 0;
   };
   if (!idle_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
                       idle)) {
     std::vector<int> stuck;
-    if (running_ != nullptr) stuck.push_back(running_->channel);
-    for (Slot* slot : queue_) stuck.push_back(slot->channel);
+    if (running_.since_ns != 0) stuck.push_back(running_.channel);
+    for (const Job& job : queue_) stuck.push_back(job.channel);
     std::sort(stuck.begin(), stuck.end());
     stuck.erase(std::unique(stuck.begin(), stuck.end()), stuck.end());
     return stuck;
@@ -448,12 +398,18 @@ std::vector<int> HostLane::Drain(double timeout_seconds) {
     if (entry.uses > 0) pool_->Arm(-1);
     entry.uses = 0;
   }
-  return {};
+  lock.unlock();
+  return cuda_ == nullptr ? std::vector<int>{} : cuda_->Drain(timeout_seconds);
 }
 
 Error HostLane::error() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return error_;
+}
+
+void HostLane::KeepError(const Error& error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (error_.empty()) error_ = error;
 }
 
 void HostLane::ClearError() {

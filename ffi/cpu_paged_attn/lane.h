@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -19,6 +20,7 @@
 
 #include "ffi/cpu_paged_attn/arena.h"
 #include "ffi/cpu_paged_attn/attention.h"
+#include "ffi/cpu_paged_attn/cuda_driver.h"
 #include "ffi/cpu_paged_attn/isa.h"
 #include "ffi/cpu_paged_attn/plan.h"
 #include "ffi/cpu_paged_attn/signal.h"
@@ -52,17 +54,38 @@ struct LaneCounters {
   int64_t intervals_dropped = 0;
 };
 
+class CudaLane;
+struct CudaOptions;
+
 class HostLane {
  public:
-  // Registers under the lowest free id. Throws std::invalid_argument.
+  // What the dispatcher runs, in the order of Enqueue. `channel` is named when
+  // the job is late; kChunks for stores and fetches.
+  struct Job {
+    int channel;
+    std::function<void()> run;  // must not throw
+  };
+  static constexpr int kChunks = -1;
+
+  // Registers under the lowest free id. With a `driver` the lane serves
+  // programs of the CUDA platform instead of the CPU's. Throws
+  // std::invalid_argument, and std::runtime_error if the driver refuses.
   static std::shared_ptr<HostLane> Create(std::shared_ptr<HostKVCache> cache,
                                           std::shared_ptr<WorkerPool> pool,
                                           LaneOptions options);
+  static std::shared_ptr<HostLane> Create(std::shared_ptr<HostKVCache> cache,
+                                          std::shared_ptr<WorkerPool> pool,
+                                          LaneOptions options,
+                                          const CudaDriver& driver,
+                                          const CudaOptions& cuda);
   // The open lane with this id, or null.
   static std::shared_ptr<HostLane> Find(int64_t id);
   ~HostLane();
 
   int id() const { return id_; }
+  CudaLane* cuda() const { return cuda_.get(); }
+  HostKVCache& cache() const { return *cache_; }
+  WorkerPool& pool() const { return *pool_; }
   const CacheShape& shape() const { return cache_->shape(); }
   const LaneOptions& options() const { return options_; }
   const KernelTable& kernels() const { return kernels_; }
@@ -92,6 +115,32 @@ class HostLane {
   Error FetchTokens(Hdr hdr, void* k, void* v, Dtype dtype, int64_t num_slots);
 
   void CountTieCopy();
+
+  // The rest of this section is for the device half, whose jobs learn their
+  // hdr only when it arrives with their bytes.
+  Error Enqueue(Job job);
+  void CountStart();
+  void CountJoin();
+  // Runs a started job whose bytes have come: fills out [num_rows, N * H],
+  // with zeros if hdr is wrong or the job fails, and releases the plan's use.
+  void AttendArrived(int channel, Hdr hdr, const void* rows, Dtype dtype,
+                     int64_t num_rows, void* out);
+  // The plan whose first hdr.n chunks take part, null for none; or what is
+  // wrong with hdr, or with chunks that need more than there are.
+  Error ChunksToStore(Hdr hdr, int64_t num_rows,
+                      std::shared_ptr<const Plan>* plan) const;
+  Error ChunksToFetch(Hdr hdr, int64_t num_slots,
+                      std::shared_ptr<const Plan>* plan) const;
+  void FinishStore(Hdr hdr);
+  void CountFetch();
+  void KeepError(const Error& error);
+  void SleepDelay() const;
+  // The job in progress: its channel, and since when (0: there is none).
+  struct Running {
+    int channel = 0;
+    int64_t since_ns = 0;
+  };
+  Running running() const;
 
   // Waits for all queued jobs, then forgets every start not joined and every
   // outstanding plan use. Otherwise the channels that did not advance.
@@ -135,10 +184,15 @@ class HostLane {
 
   HostLane(std::shared_ptr<HostKVCache> cache, std::shared_ptr<WorkerPool> pool,
            LaneOptions options);
+  void Register(const std::shared_ptr<HostLane>& self);
   void Dispatch();
-  void RunJob(Slot& slot);
+  void RunJob(int channel, Hdr hdr, const Plan& plan, const void* rows,
+              Dtype dtype, void* out);
   // The plan that a checked hdr names, or an error.
   Error FindPlan(Hdr hdr, std::shared_ptr<const Plan>* plan) const;
+  Error FindRows(Hdr hdr, int64_t num_rows,
+                 std::shared_ptr<const Plan>* plan) const;
+  Error FindChunks(Hdr hdr, std::shared_ptr<const Plan>* plan) const;
   void ReleaseUse(int plan);
 
   const std::shared_ptr<HostKVCache> cache_;
@@ -146,14 +200,15 @@ class HostLane {
   const LaneOptions options_;
   const AttentionParams params_;
   const KernelTable& kernels_;
+  std::unique_ptr<CudaLane> cuda_;
   int id_ = -1;
 
   mutable std::mutex mutex_;  // all below, except slot contents
   std::vector<Channel> channels_;
   std::vector<Entry> plans_;
-  std::deque<Slot*> queue_;
+  std::deque<Job> queue_;
   int starting_ = 0;  // starts that copy their rows
-  Slot* running_ = nullptr;
+  Running running_;
   std::condition_variable idle_;  // queue empty and nothing running
   uint32_t generation_ = 0;       // counts drains
   bool closed_ = false;

@@ -18,6 +18,8 @@
 #include "ffi/cpu_paged_attn/attention.h"
 #include "ffi/cpu_paged_attn/bench.h"
 #include "ffi/cpu_paged_attn/cpu_count.h"
+#include "ffi/cpu_paged_attn/cuda_driver.h"
+#include "ffi/cpu_paged_attn/cuda_lane.h"
 #include "ffi/cpu_paged_attn/ffi_handlers.h"
 #include "ffi/cpu_paged_attn/isa.h"
 #include "ffi/cpu_paged_attn/lane.h"
@@ -290,7 +292,10 @@ void Drain(HostLane& lane, double timeout_s) {
   std::string text = "host lane " + std::to_string(lane.id()) +
                      " has jobs after " + std::to_string(timeout_s) +
                      " s on channels";
-  for (int channel : stuck) text += " " + std::to_string(channel);
+  for (int channel : stuck) {
+    text += channel == HostLane::kChunks ? " (stores, fetches)"
+                                         : " " + std::to_string(channel);
+  }
   PyErr_SetString(PyExc_TimeoutError, text.c_str());
   throw nb::python_error();
 }
@@ -304,6 +309,55 @@ nb::object Intervals(const HostLane& lane) {
     for (size_t j = 0; j < 5; ++j) view.data()[i * 5 + j] = rows[i][j];
   }
   return array;
+}
+
+std::shared_ptr<HostLane> MakeLane(std::shared_ptr<HostKVCache> cache,
+                                   std::shared_ptr<WorkerPool> pool,
+                                   LaneOptions options,
+                                   std::optional<int> cuda_device,
+                                   int64_t staging_bytes, double watchdog_s) {
+  if (!cuda_device.has_value()) {
+    return HostLane::Create(std::move(cache), std::move(pool),
+                            std::move(options));
+  }
+  const CudaDriver* driver = LoadedCudaDriver();
+  if (driver == nullptr) {
+    throw std::invalid_argument(
+        "cuda_device is " + std::to_string(*cuda_device) +
+        "; there is no libcuda.so.1 with a device on this machine");
+  }
+  if (staging_bytes < 0 || !(watchdog_s > 0)) {
+    throw std::invalid_argument(
+        "staging_bytes must be 0 or more and watchdog_s positive");
+  }
+  CudaOptions cuda;
+  cuda.device = *cuda_device;
+  cuda.staging_bytes = staging_bytes;
+  cuda.watchdog_seconds = watchdog_s;
+  nb::gil_scoped_release release;
+  return HostLane::Create(std::move(cache), std::move(pool), std::move(options),
+                          *driver, cuda);
+}
+
+nb::object Report(const HostLane& lane) {
+  if (lane.cuda() == nullptr) return nb::none();
+  const CudaReport& r = lane.cuda()->report();
+  nb::dict out;
+  out["device"] = r.device;
+  out["memory_operations"] = r.memory_operations;
+  out["round_trip_us"] = r.round_trip_us;
+  out["device_bytes"] = r.device_bytes;
+  out["pinned_bytes"] = r.pinned_bytes;
+  out["registered_bytes"] = r.registered_bytes;
+  out["register_s"] = r.register_seconds;
+  out["notes"] = r.notes;
+  return out;
+}
+
+nb::dict Handlers(const std::vector<std::pair<const char*, void*>>& handlers) {
+  nb::dict out;
+  for (auto [name, handler] : handlers) out[name] = nb::capsule(handler);
+  return out;
 }
 
 nb::dict Counters(const HostLane& lane) {
@@ -393,20 +447,25 @@ NB_MODULE(_cpu_paged_attn, m) {
           "dtype"_a);
 
   nb::class_<HostLane>(m, "HostLane")
-      .def(
-          nb::new_([](std::shared_ptr<HostKVCache> cache,
-                      std::shared_ptr<WorkerPool> pool, int num_q_heads,
-                      int num_channels, int max_rows, double scale,
-                      int num_plans, double softcap, const std::string& isa) {
-            return HostLane::Create(
-                std::move(cache), std::move(pool),
-                {num_q_heads, num_channels, max_rows, static_cast<float>(scale),
-                 static_cast<float>(softcap), num_plans, isa});
-          }),
-          "cache"_a, "pool"_a, "num_q_heads"_a, "num_channels"_a, "max_rows"_a,
-          "scale"_a, "num_plans"_a = 8, nb::kw_only(), "softcap"_a = 0.0,
-          "isa"_a = "")
+      .def(nb::new_([](std::shared_ptr<HostKVCache> cache,
+                       std::shared_ptr<WorkerPool> pool, int num_q_heads,
+                       int num_channels, int max_rows, double scale,
+                       int num_plans, double softcap, const std::string& isa,
+                       std::optional<int> cuda_device, int64_t staging_bytes,
+                       double watchdog_s) {
+             return MakeLane(std::move(cache), std::move(pool),
+                             {num_q_heads, num_channels, max_rows,
+                              static_cast<float>(scale),
+                              static_cast<float>(softcap), num_plans, isa},
+                             cuda_device, staging_bytes, watchdog_s);
+           }),
+           "cache"_a, "pool"_a, "num_q_heads"_a, "num_channels"_a, "max_rows"_a,
+           "scale"_a, "num_plans"_a = 8, nb::kw_only(), "softcap"_a = 0.0,
+           "isa"_a = "", "cuda_device"_a = nb::none(),
+           "staging_bytes"_a = CudaOptions().staging_bytes,
+           "watchdog_s"_a = CudaOptions().watchdog_seconds)
       .def_prop_ro("id", &HostLane::id)
+      .def_prop_ro("cuda_report", &Report)
       .def_prop_ro("isa",
                    [](const HostLane& lane) { return lane.kernels().name; })
       .def("set_plan", &SetPlan, "index"_a, "context_lens"_a, "tables"_a,
@@ -463,12 +522,9 @@ NB_MODULE(_cpu_paged_attn, m) {
     auto [major, minor] = FfiApiVersion();
     return nb::make_tuple(major, minor);
   });
-  m.def("registrations", [] {
-    nb::dict out;
-    for (auto [name, handler] : CpuHandlers()) {
-      out[name] = nb::capsule(handler);
-    }
-    return out;
+  m.def("registrations", [] { return Handlers(CpuHandlers()); });
+  m.def("cuda_registrations", [] {
+    return CudaDeviceCount() > 0 ? Handlers(CudaHandlers()) : nb::dict();
   });
 }
 

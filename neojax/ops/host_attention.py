@@ -1,5 +1,8 @@
 """Host attention inside jitted programs: `start` a job in one program, `join` it in a later one.
 
+The same program text runs on the CPU and the CUDA platform; the lane must be made for the one in
+use (`cuda_device`).
+
 Decides how the native library's FFI targets are called; knows neither scheduling nor models.
 A `tie` is the activation of the *other* sub-batch: it passes through a call in place and so keeps
 the call alive and ordered. Never has_side_effect, which would cost the fast dispatch path.
@@ -130,6 +133,12 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+def cuda_device() -> int | None:
+    """What a lane for programs of the default device needs: its CUDA ordinal, None on the CPU."""
+    device = jax.devices()[0]
+    return device.local_hardware_id if device.platform == "gpu" else None
+
+
 @functools.cache
 def ensure_registered() -> None:
     """Registers the FFI targets and makes one tiny call, compared with numpy. Once a process.
@@ -141,6 +150,8 @@ def ensure_registered() -> None:
     try:
         for name, target in native.registrations().items():
             jax.ffi.register_ffi_target(name, target, platform="cpu")
+        for name, target in native.cuda_registrations().items():
+            jax.ffi.register_ffi_target(name, target, platform="CUDA")
         error = _self_test()
     except jax.errors.JaxRuntimeError as e:
         raise RuntimeError(_refusal(str(e))) from e
@@ -152,13 +163,16 @@ def ensure_registered() -> None:
 
 
 def _self_test() -> float:
-    """Largest error of one sequence of two tokens, the second brought by the call."""
+    """Largest error of one sequence of two tokens, the second brought by the call.
+
+    On the default device: the platform that will be used.
+    """
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 2, 1, 8), np.float32)  # [n, K, H] each
     q = rng.standard_normal((2, 8), np.float32)
     pool = native.WorkerPool(1)
     cache = native.HostKVCache(1, 1, 1, 8, 16, "float32", pool)
-    lane = native.HostLane(cache, pool, 2, 1, 1, 1.0)
+    lane = native.HostLane(cache, pool, 2, 1, 1, 1.0, cuda_device=cuda_device(), staging_bytes=0)
     try:
         table = np.zeros((1, 1), np.int32)
         cache.write(0, table[0], 0, k[:1], v[:1])
@@ -173,9 +187,10 @@ def _self_test() -> float:
             )  # fmt: skip
             return out + tie
 
-        with jax.default_device(jax.devices("cpu")[0]):
-            out = jax.jit(program)(rows, np.array([0, 0, 1], np.int32), np.zeros((), np.float32))
-            out = np.asarray(out).reshape(2, 8)
+        out = jax.jit(program)(rows, np.array([0, 0, 1], np.int32), np.zeros((), np.float32))
+        out = np.asarray(out).reshape(2, 8)
+        if (failure := lane.error()) is not None:
+            raise RuntimeError(f"the host attention's self-test failed: {failure}")
     finally:
         lane.close()
         pool.close()

@@ -1,0 +1,175 @@
+// The handlers of the CUDA platform: same names, operands and results as the
+// CPU's. They enqueue and return. Not marked as fit for command buffers: a
+// replayed graph would not call them.
+#include <memory>
+
+#include "ffi/cpu_paged_attn/cuda_lane.h"
+#include "ffi/cpu_paged_attn/ffi_checks.h"
+#include "ffi/cpu_paged_attn/ffi_handlers.h"
+#include "ffi/cpu_paged_attn/lane.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace neojax {
+namespace {
+
+DevicePtr At(const ffi::AnyBuffer& buffer) {
+  return reinterpret_cast<DevicePtr>(buffer.untyped_data());
+}
+DevicePtr At(ffi::Result<ffi::AnyBuffer>& buffer) {
+  return reinterpret_cast<DevicePtr>(buffer->untyped_data());
+}
+
+Error FindCudaLane(int64_t id, std::shared_ptr<HostLane>* lane) {
+  Error e = FindLane(id, lane);
+  if (e.empty() && (*lane)->cuda() == nullptr) {
+    e = "lane " + std::to_string(id) +
+        " was made without cuda_device: it serves the CPU platform only";
+  }
+  return e;
+}
+
+// XLA gives a tie's result a buffer of its own where the operand is a slice.
+Error PassTie(CudaStream stream, const ffi::AnyBuffer& tie,
+              ffi::Result<ffi::AnyBuffer>& out, HostLane& lane) {
+  Error e = CheckTie(tie, out);
+  if (!e.empty() || At(tie) == At(out)) return e;
+  lane.CountTieCopy();
+  return lane.cuda()->Copy(stream, At(out), At(tie), tie.size_bytes());
+}
+
+ffi::Error StartImpl(CudaStream stream, ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
+                     ffi::AnyBuffer tie, int64_t lane_id, int64_t channel,
+                     ffi::Result<ffi::AnyBuffer> ticket,
+                     ffi::Result<ffi::AnyBuffer> tie_out) {
+  return Guarded("neojax.start.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    Dtype dtype;
+    int64_t num_rows;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckFloats("rows", rows, "[B, (N+2K)*H]", lane->row_elements(), &dtype,
+                    &num_rows);
+    if (e.empty()) e = CheckInt32("hdr", hdr, 3);
+    if (e.empty()) e = CheckInt32("ticket", *ticket, 1);
+    if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
+    if (!e.empty()) return e;
+    return lane->cuda()->Start(stream, channel, At(rows), dtype, num_rows,
+                               At(hdr));
+  });
+}
+
+ffi::Error JoinImpl(CudaStream stream, ffi::AnyBuffer ticket,
+                    ffi::AnyBuffer tie, int64_t lane_id, int64_t channel,
+                    ffi::Result<ffi::AnyBuffer> out,
+                    ffi::Result<ffi::AnyBuffer> tie_out) {
+  return Guarded("neojax.join.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    Dtype dtype;
+    int64_t num_rows;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckInt32("ticket", ticket, 1);
+    if (e.empty()) {
+      e = CheckFloats(
+          "out", *out, "[B, N*H]",
+          int64_t{lane->options().num_q_heads} * lane->shape().head_dim, &dtype,
+          &num_rows);
+    }
+    if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
+    if (!e.empty()) return e;
+    return lane->cuda()->Join(stream, channel, At(out), dtype, num_rows);
+  });
+}
+
+ffi::Error StoreImpl(CudaStream stream, ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
+                     ffi::AnyBuffer tie, int64_t lane_id,
+                     ffi::Result<ffi::AnyBuffer> done,
+                     ffi::Result<ffi::AnyBuffer> tie_out) {
+  return Guarded("neojax.store.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    Dtype dtype;
+    int64_t num_rows;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckFloats("rows", rows, "[T, (N+2K)*H]", lane->row_elements(), &dtype,
+                    &num_rows);
+    if (e.empty()) e = CheckInt32("hdr", hdr, 3);
+    if (e.empty()) e = CheckInt32("done", *done, 1);
+    if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
+    if (!e.empty()) return e;
+    return lane->cuda()->StoreRows(stream, At(rows), dtype, num_rows, At(hdr));
+  });
+}
+
+ffi::Error FetchImpl(CudaStream stream, ffi::AnyBuffer hdr, ffi::AnyBuffer k,
+                     ffi::AnyBuffer v, int64_t lane_id,
+                     ffi::Result<ffi::AnyBuffer> k_out,
+                     ffi::Result<ffi::AnyBuffer> v_out) {
+  return Guarded("neojax.fetch.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    Dtype dtype;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckInt32("hdr", hdr, 3);
+    if (e.empty()) e = CheckScratches(k, v, lane->shape(), &dtype);
+    if (e.empty()) e = PassTie(stream, k, k_out, *lane);
+    if (e.empty()) e = PassTie(stream, v, v_out, *lane);
+    if (!e.empty()) return e;
+    return lane->cuda()->FetchTokens(stream, At(hdr), At(k_out), At(v_out),
+                                     dtype, k.dimensions()[0]);
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kStart, StartImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CudaStream>>()
+                           .Arg<ffi::AnyBuffer>()  // rows
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Arg<ffi::AnyBuffer>()  // tie
+                           .Attr<int64_t>("lane")
+                           .Attr<int64_t>("channel")
+                           .Ret<ffi::AnyBuffer>()    // ticket, not written
+                           .Ret<ffi::AnyBuffer>());  // tie
+
+XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CudaStream>>()
+                           .Arg<ffi::AnyBuffer>()  // ticket
+                           .Arg<ffi::AnyBuffer>()  // tie
+                           .Attr<int64_t>("lane")
+                           .Attr<int64_t>("channel")
+                           .Ret<ffi::AnyBuffer>()    // out
+                           .Ret<ffi::AnyBuffer>());  // tie
+
+XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CudaStream>>()
+                           .Arg<ffi::AnyBuffer>()  // rows
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Arg<ffi::AnyBuffer>()  // tie
+                           .Attr<int64_t>("lane")
+                           .Ret<ffi::AnyBuffer>()    // done, not written
+                           .Ret<ffi::AnyBuffer>());  // tie
+
+XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CudaStream>>()
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Arg<ffi::AnyBuffer>()  // k_scratch
+                           .Arg<ffi::AnyBuffer>()  // v_scratch
+                           .Attr<int64_t>("lane")
+                           .Ret<ffi::AnyBuffer>()    // k_scratch
+                           .Ret<ffi::AnyBuffer>());  // v_scratch
+
+}  // namespace
+
+std::vector<std::pair<const char*, void*>> CudaHandlers() {
+  return {
+      {"neojax.start.v1", reinterpret_cast<void*>(kStart)},
+      {"neojax.join.v1", reinterpret_cast<void*>(kJoin)},
+      {"neojax.store.v1", reinterpret_cast<void*>(kStore)},
+      {"neojax.fetch.v1", reinterpret_cast<void*>(kFetch)},
+  };
+}
+
+}  // namespace neojax

@@ -1,0 +1,278 @@
+// What the dispatcher does with bytes that came from the device, and the
+// watchdog over it.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "ffi/cpu_paged_attn/cuda_lane.h"
+
+namespace neojax {
+namespace {
+
+std::string Text(int64_t value) { return std::to_string(value); }
+
+void SleepUs(int64_t us) {
+  timespec left{0, us * 1000};
+  nanosleep(&left, nullptr);
+}
+
+// Calls fn(token) for each of `count` tokens on the pool's threads. Some at a
+// time: one is too little to hand over.
+template <class Fn>
+void ForEachToken(WorkerPool& pool, int64_t count, const Fn& fn) {
+  constexpr int64_t kBatch = 16;
+  pool.ForEach(static_cast<int>((count + kBatch - 1) / kBatch),
+               [&](int i, int) {
+                 const int64_t end = std::min(count, (i + 1) * kBatch);
+                 for (int64_t token = i * kBatch; token < end; ++token)
+                   fn(token);
+               });
+}
+
+}  // namespace
+
+Hdr CudaLane::LoadHdr(const Trip& trip) {
+  Hdr hdr;
+  std::memcpy(&hdr, trip.pinned_in, sizeof hdr);
+  return hdr;
+}
+
+bool CudaLane::GivenUp() const {
+  int64_t deadline = close_deadline_ns_;
+  return broken_ || (deadline != 0 && NowNs() > deadline);
+}
+
+bool CudaLane::Poll(const std::atomic<uint32_t>& flag, uint32_t number,
+                    int64_t timeout_ns) const {
+  auto reached = [&] {
+    uint32_t value = flag.load(std::memory_order_acquire);
+    return static_cast<int32_t>(value - number) >= 0;
+  };
+  const int64_t start = NowNs();
+  for (;;) {
+    for (int i = 0; i < 64; ++i) {
+      if (reached()) return true;
+      CpuRelax();
+    }
+    if (GivenUp()) return reached();
+    int64_t waited = NowNs() - start;
+    if (timeout_ns >= 0 && waited > timeout_ns) return reached();
+    // The device cannot wake a thread: beyond the time worth spinning, look
+    // again every so often, rarer when it takes long.
+    if (waited >= lane_.pool().SpinNs()) SleepUs(waited < 50000000 ? 20 : 200);
+  }
+}
+
+CudaResult CudaLane::PollStream(CudaStream stream, int64_t timeout_ns) const {
+  const int64_t start = NowNs();
+  for (;;) {
+    CudaResult result = driver_.StreamQuery(stream);
+    if (result != kCudaNotReady || NowNs() - start > timeout_ns) return result;
+    SleepUs(50);
+  }
+}
+
+CudaResult CudaLane::PollEvent(CudaEvent event) const {
+  for (;;) {
+    CudaResult result = driver_.EventQuery(event);
+    if (result != kCudaNotReady || GivenUp()) return result;
+    SleepUs(20);
+  }
+}
+
+bool CudaLane::Arrived(Trip& trip, uint32_t number, const std::string& who) {
+  if (!dispatcher_has_context_) {
+    dispatcher_has_context_ = true;
+    driver_.CtxSetCurrent(resources_->context());
+  }
+  if (Poll(*trip.arrived, number)) {
+    computing_ = true;
+    return true;
+  }
+  lane_.KeepError(who + ": its bytes have not come from the device");
+  return false;
+}
+
+void CudaLane::RunStart(int channel, Slot& slot, uint32_t number, Dtype dtype,
+                        int64_t num_rows) {
+  if (Arrived(slot, number, "start on channel " + Text(channel))) {
+    lane_.AttendArrived(channel, LoadHdr(slot), slot.pinned_in + kHeaderBytes,
+                        dtype, num_rows, slot.pinned_out);
+  }
+  computing_ = false;
+  slot.done->store(number, std::memory_order_release);
+}
+
+void CudaLane::RunStore(Trip& piece, uint32_t number, Dtype dtype,
+                        int64_t begin, int64_t count, int64_t num_rows) {
+  if (Arrived(piece, number, "store")) {
+    const Hdr hdr = LoadHdr(piece);
+    std::shared_ptr<const Plan> plan;
+    Error error = lane_.ChunksToStore(hdr, num_rows, &plan);
+    if (!error.empty()) lane_.KeepError("store: " + error);
+    if (error.empty() && hdr.n > 0) lane_.SleepDelay();
+    const CacheShape& shape = lane_.shape();
+    const int64_t head_bytes = int64_t{shape.head_dim} * ElementSize(dtype);
+    for (int i = 0; error.empty() && i < hdr.n; ++i) {
+      const Chunk& chunk = plan->chunk(i);
+      const int32_t* table = plan->chunk_table(i);
+      const int64_t from = std::max<int64_t>(chunk.row_offset, begin);
+      const int64_t to = std::min<int64_t>(
+          int64_t{chunk.row_offset} + chunk.num_tokens, begin + count);
+      if (from >= to) continue;
+      ForEachToken(lane_.pool(), to - from, [&](int64_t t) {
+        const int64_t row = from + t;
+        const auto position =
+            static_cast<int>(chunk.start + row - chunk.row_offset);
+        const char* k = piece.pinned_in + kHeaderBytes +
+                        (row - begin) * 2 * shape.num_kv_heads * head_bytes;
+        const char* v = k + shape.num_kv_heads * head_bytes;
+        for (int head = 0; head < shape.num_kv_heads; ++head) {
+          lane_.cache().WriteToken(
+              hdr.layer, table[position / shape.block_size],
+              position % shape.block_size, head, k + head * head_bytes,
+              v + head * head_bytes, dtype);
+        }
+      });
+    }
+    if (begin + count >= num_rows) lane_.FinishStore(hdr);
+  }
+  computing_ = false;
+  piece.done->store(number, std::memory_order_release);
+}
+
+void CudaLane::RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
+                        int64_t num_slots) {
+  bool enqueued = false;
+  if (Arrived(fetch_, number, "fetch")) {
+    const Hdr hdr = LoadHdr(fetch_);
+    std::shared_ptr<const Plan> plan;
+    Error error = lane_.ChunksToFetch(hdr, num_slots, &plan);
+    if (error.empty() && plan != nullptr) {
+      lane_.SleepDelay();
+      error = CopyPrefixes(*plan, hdr, k, v, dtype, &enqueued);
+    }
+    // The copies themselves say that they are done.
+    if (error.empty() && enqueued && report_.memory_operations) {
+      error =
+          Call("cuStreamWriteValue32",
+               driver_.StreamWriteValue32(copy_, fetch_.done_at, number, 0));
+      if (error.empty()) {
+        lane_.CountFetch();
+        computing_ = false;
+        return;
+      }
+    }
+    if (enqueued) {
+      CudaResult result = PollStream(
+          copy_, static_cast<int64_t>(options_.watchdog_seconds * 1e9));
+      if (error.empty()) error = Call("the copies of a fetch", result);
+    }
+    if (!error.empty()) lane_.KeepError("fetch: " + error);
+    lane_.CountFetch();
+  }
+  computing_ = false;
+  fetch_.done->store(number, std::memory_order_release);
+}
+
+Error CudaLane::CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k,
+                             DevicePtr v, Dtype dtype, bool* enqueued) {
+  const CacheShape& shape = lane_.shape();
+  const int64_t head_bytes = int64_t{shape.head_dim} * ElementSize(dtype);
+  const int64_t token_bytes = shape.num_kv_heads * head_bytes;
+  const int64_t piece_tokens = piece_bytes_ / (2 * token_bytes);
+  for (int i = 0; i < hdr.n; ++i) {
+    const Chunk& chunk = plan.chunk(i);
+    const int32_t* table = plan.chunk_table(i);
+    for (int64_t begin = 0; begin < chunk.start; begin += piece_tokens) {
+      const int64_t count = std::min(piece_tokens, chunk.start - begin);
+      FetchPiece& piece = fetch_pieces_[next_fetch_piece_++ % 2];
+      Error error;
+      if (piece.used) {
+        error = Call("cuEventQuery", PollEvent(piece.copied));
+        if (!error.empty()) return error;
+      }
+      char* v_data = piece.data + count * token_bytes;
+      ForEachToken(lane_.pool(), count, [&](int64_t t) {
+        const auto position = static_cast<int>(begin + t);
+        for (int head = 0; head < shape.num_kv_heads; ++head) {
+          const int64_t at = t * token_bytes + head * head_bytes;
+          lane_.cache().ReadToken(hdr.layer, table[position / shape.block_size],
+                                  position % shape.block_size, head,
+                                  piece.data + at, v_data + at, dtype);
+        }
+      });
+      // XLA's stream stands at this fetch until `done`, so its buffers are
+      // there for as long as the copies take.
+      const int64_t at = (chunk.scratch_slot + begin) * token_bytes;
+      *enqueued = piece.used = true;
+      error = Call(
+          "cuMemcpyHtoDAsync",
+          driver_.MemcpyHtoD(k + at, piece.data, count * token_bytes, copy_));
+      if (error.empty()) {
+        error = Call(
+            "cuMemcpyHtoDAsync",
+            driver_.MemcpyHtoD(v + at, v_data, count * token_bytes, copy_));
+      }
+      if (error.empty()) {
+        error = Call("cuEventRecord", driver_.EventRecord(piece.copied, copy_));
+      }
+      if (!error.empty()) return error;
+    }
+  }
+  return {};
+}
+
+void CudaLane::Watch() {
+  driver_.CtxSetCurrent(resources_->context());
+  const auto limit_ns = static_cast<int64_t>(options_.watchdog_seconds * 1e9);
+  const auto period = std::chrono::nanoseconds(
+      std::max<int64_t>(1000000, std::min<int64_t>(limit_ns / 4, 1000000000)));
+  int64_t reported = 0;
+  std::unique_lock<std::mutex> lock(watch_mutex_);
+  while (!watch_.wait_for(lock, period, [&] { return watch_ends_; })) {
+    HostLane::Running job = lane_.running();
+    if (job.since_ns == 0 || job.since_ns == reported ||
+        NowNs() - job.since_ns < limit_ns) {
+      continue;
+    }
+    reported = job.since_ns;
+    const std::string name = job.channel == HostLane::kChunks
+                                 ? std::string("a store or fetch")
+                                 : "channel " + Text(job.channel);
+    const std::string seconds = Text(limit_ns / 1000000000) + " s";
+    CudaResult state = driver_.StreamQuery(down_);
+    if (computing_) {
+      Break(name + " has not advanced for " + seconds +
+            ": its job does not end; its result is void");
+    } else if (state != kCudaSuccess && state != kCudaNotReady) {
+      Break(name + " has not advanced for " + seconds +
+            ": the device is lost: " +
+            CudaErrorText(driver_, "cuStreamQuery", state));
+    } else {
+      lane_.KeepError(name + " has not advanced for " + seconds +
+                      ": its bytes have not come from the device");
+    }
+  }
+}
+
+void CudaLane::Break(const Error& error) {
+  lane_.KeepError(error);
+  broken_ = true;
+  // A launch in progress sees `broken_` at the latest when it waits.
+  std::lock_guard<std::mutex> lock(launch_mutex_);
+  ReleaseAll();
+}
+
+void CudaLane::ReleaseAll() {
+  auto release = [](Trip& trip) {
+    trip.done->store(trip.launched, std::memory_order_release);
+  };
+  for (Channel& channel : channels_) {
+    for (Slot& slot : channel.slots) release(slot);
+  }
+  for (Trip& piece : ring_) release(piece);
+  release(fetch_);
+}
+
+}  // namespace neojax

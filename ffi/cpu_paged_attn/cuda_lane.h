@@ -1,0 +1,203 @@
+// The device half of a host lane: what the handlers of the CUDA platform
+// enqueue, and the jobs that the lane's dispatcher then runs.
+//
+// Nothing here waits for the device in a handler, except for room in the ring
+// that stores go through. A handler copies its operands into memory of the
+// lane on XLA's stream; streams of the lane carry them to pinned memory and
+// results back; flags in pinned memory, written and awaited by the streams
+// themselves, tell dispatcher and device about each other:
+//
+//   XLA's stream  rows, hdr -> slot | ...the other sub-batch... | slot -> out
+//   down                     D2H, arrived = number                  ^ event
+//   dispatcher                 polls arrived; job; done = number    |
+//   up                                   awaits done; H2D to slot; event
+#ifndef NEOJAX_CPU_PAGED_ATTN_CUDA_LANE_H_
+#define NEOJAX_CPU_PAGED_ATTN_CUDA_LANE_H_
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ffi/cpu_paged_attn/cuda_driver.h"
+#include "ffi/cpu_paged_attn/cuda_resources.h"
+#include "ffi/cpu_paged_attn/lane.h"
+
+namespace neojax {
+
+struct CudaOptions {
+  int device = 0;
+  // Of the ring that stores go through, on the device and pinned each; the
+  // staging of fetches, pinned only, is as large as two of its eight pieces.
+  int64_t staging_bytes = int64_t{64} << 20;
+  double watchdog_seconds = 30;
+  // How long Close waits for a device that still works.
+  double close_seconds = 5;
+  // False: as if the driver refused them.
+  bool memory_operations = true;
+  bool register_arena = true;
+};
+
+// What was found and taken at the start.
+struct CudaReport {
+  int device = 0;
+  bool memory_operations = false;
+  double round_trip_us = 0;  // device to host thread to device, nothing moved
+  int64_t device_bytes = 0, pinned_bytes = 0;
+  int64_t registered_bytes = 0;  // of the arena
+  double register_seconds = 0;
+  std::vector<std::string> notes;  // what is worse than it could be, and why
+};
+
+class CudaLane {
+ public:
+  // Throws std::runtime_error. `lane` owns this and outlives it.
+  CudaLane(HostLane& lane, const CudaDriver& driver, CudaOptions options);
+  ~CudaLane();
+  CudaLane(const CudaLane&) = delete;
+  CudaLane& operator=(const CudaLane&) = delete;
+
+  const CudaReport& report() const { return report_; }
+
+  // The handlers' part, in the order of the calls of one XLA stream. Pointers
+  // are the device's; sizes as in HostLane. `hdr` is int32[3] there too, so a
+  // wrong one is found by the job: HostLane::error().
+  Error Start(CudaStream stream, int64_t channel, DevicePtr rows, Dtype dtype,
+              int64_t num_rows, DevicePtr hdr);
+  Error Join(CudaStream stream, int64_t channel, DevicePtr out, Dtype dtype,
+             int64_t num_rows);
+  Error StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
+                  int64_t num_rows, DevicePtr hdr);
+  Error FetchTokens(CudaStream stream, DevicePtr hdr, DevicePtr k, DevicePtr v,
+                    Dtype dtype, int64_t num_slots);
+  Error Copy(CudaStream stream, DevicePtr to, DevicePtr from, int64_t bytes);
+
+  // After the dispatcher has no jobs: waits for the lane's streams, forgets
+  // starts not joined. Otherwise {HostLane::kChunks}.
+  std::vector<int> Drain(double timeout_seconds);
+  // Jobs whose bytes have not come within close_seconds are given up.
+  void BeginClose();
+  // After the dispatcher's end: releases whatever waits, frees everything.
+  void Close();
+
+ private:
+  // Something the device and the dispatcher pass to and fro, one job at a
+  // time. Numbers only grow, so a flag needs no reset.
+  struct Trip {
+    std::atomic<uint32_t>* arrived = nullptr;  // bytes are in pinned memory
+    std::atomic<uint32_t>* done = nullptr;     // the job is done with them
+    DevicePtr arrived_at = 0, done_at = 0;
+    std::atomic<uint32_t> launched{0};
+    CudaEvent in = nullptr, out = nullptr;
+    DevicePtr device_in = 0;    // hdr, then from kHeaderBytes on the rows
+    char* pinned_in = nullptr;  // likewise
+  };
+  struct Slot : Trip {
+    DevicePtr device_out = 0;
+    char* pinned_out = nullptr;
+    bool busy = false;  // started and not joined
+    Dtype dtype = Dtype::kFloat32;
+    int64_t num_rows = 0;
+  };
+  struct Channel {
+    std::array<Slot, 2> slots;
+    uint32_t starts = 0, joins = 0;
+  };
+  // Pinned memory that prefixes go to the device from.
+  struct FetchPiece {
+    char* data = nullptr;  // k, then v
+    CudaEvent copied = nullptr;
+    bool used = false;
+  };
+
+  static constexpr int64_t kHeaderBytes = 64;
+  static constexpr int kNumPieces = 8;
+
+  // Start-up.
+  void MakeTrip(Trip* trip, int64_t in_bytes);
+  void MakeStreams();
+  bool TryMemoryOperations(std::string* refusal);
+  void RegisterArena();
+
+  // Launching; all under launch_mutex_. Each returns the driver's refusal.
+  Error Usable() const;
+  Error Call(const char* name, CudaResult result) const;
+  // Lets the dispatcher know when `stream` has come this far.
+  Error Announce(CudaStream stream, Trip& trip, uint32_t number);
+  // Holds `stream` until the job is done.
+  Error Await(CudaStream stream, Trip& trip, uint32_t number);
+  // device_in -> pinned_in once `stream` has come this far.
+  Error CopyDown(CudaStream stream, CudaStream down, Trip& trip,
+                 uint32_t number, int64_t bytes);
+  // Queues the job, or gives the trip up if `error` is set already.
+  Error Queue(Error error, Trip& trip, uint32_t number, HostLane::Job job);
+
+  // Jobs, on the dispatcher's thread.
+  void RunStart(int channel, Slot& slot, uint32_t number, Dtype dtype,
+                int64_t num_rows);
+  void RunStore(Trip& piece, uint32_t number, Dtype dtype, int64_t begin,
+                int64_t count, int64_t num_rows);
+  void RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
+                int64_t num_slots);
+  // Copies of one fetch; *enqueued says whether the stream has any.
+  Error CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k, DevicePtr v,
+                     Dtype dtype, bool* enqueued);
+  // True when the job's bytes came; false if the device is given up.
+  bool Arrived(Trip& trip, uint32_t number, const std::string& who);
+  static Hdr LoadHdr(const Trip& trip);
+
+  // Polls until flag >= number; false if the device is given up or, with
+  // timeout_ns >= 0, that passes.
+  bool Poll(const std::atomic<uint32_t>& flag, uint32_t number,
+            int64_t timeout_ns = -1) const;
+  // Polls until everything in `stream` or before `event` is done.
+  CudaResult PollStream(CudaStream stream, int64_t timeout_ns) const;
+  CudaResult PollEvent(CudaEvent event) const;
+  bool GivenUp() const;
+  void Watch();
+  // Keeps the error, fails later calls and releases everything that waits.
+  void Break(const Error& error);
+  void ReleaseAll();
+
+  static void SetArrived(void* call);
+  static void AwaitDone(void* call);
+
+  HostLane& lane_;
+  const CudaDriver& driver_;
+  const CudaOptions options_;
+  CudaReport report_;
+  std::unique_ptr<CudaResources> resources_;
+  // Small copies of starts and joins, then those of chunks. `copy_` carries
+  // what the dispatcher itself enqueues.
+  CudaStream down_ = nullptr, up_ = nullptr;
+  CudaStream chunks_down_ = nullptr, chunks_up_ = nullptr, copy_ = nullptr;
+  char* flags_ = nullptr;  // pinned; two lines a trip
+  int num_flags_ = 0;
+  std::vector<Channel> channels_;
+  std::array<Trip, kNumPieces> ring_;
+  uint32_t next_piece_ = 0;
+  int64_t piece_bytes_ = 0;  // of rows in a piece, at least one
+  Trip fetch_;
+  std::array<FetchPiece, 2> fetch_pieces_;
+  uint32_t next_fetch_piece_ = 0;
+
+  std::mutex launch_mutex_;
+  bool dispatcher_has_context_ = false;  // dispatcher's
+  std::atomic<bool> computing_{false};   // the job's bytes have come
+  std::atomic<bool> broken_{false};
+  std::atomic<int64_t> close_deadline_ns_{0};  // 0: open
+
+  std::mutex watch_mutex_;
+  std::condition_variable watch_;
+  bool watch_ends_ = false;
+  std::thread watchdog_;
+};
+
+}  // namespace neojax
+
+#endif  // NEOJAX_CPU_PAGED_ATTN_CUDA_LANE_H_

@@ -1,0 +1,169 @@
+// What a lane takes from its device before the first program, and what it
+// finds out about the driver.
+#include <new>
+#include <utility>
+
+#include "ffi/cpu_paged_attn/cuda_lane.h"
+
+namespace neojax {
+namespace {
+
+// A flag of its own cache line: the device writes one, a thread the other.
+constexpr int64_t kFlagBytes = 64;
+
+// A driver that takes the operations but does not carry them out is found out
+// within this time.
+constexpr int64_t kTrialNs = 1000000000;
+
+}  // namespace
+
+CudaLane::CudaLane(HostLane& lane, const CudaDriver& driver,
+                   CudaOptions options)
+    : lane_(lane), driver_(driver), options_(std::move(options)) {
+  resources_ = std::make_unique<CudaResources>(driver_, options_.device);
+  CudaContextScope scope(driver_, resources_->context());
+  report_.device = options_.device;
+  const CacheShape& shape = lane_.shape();
+  const LaneOptions& lane_options = lane_.options();
+
+  const int num_trips = 2 * lane_options.num_channels + kNumPieces + 1;
+  flags_ = resources_->NewPinned(2 * kFlagBytes * num_trips);
+  channels_ = std::vector<Channel>(lane_options.num_channels);
+  const int64_t in_bytes =
+      lane_options.max_rows * lane_.row_elements() * sizeof(float);
+  const int64_t out_bytes = int64_t{lane_options.max_rows} *
+                            lane_options.num_q_heads * shape.head_dim *
+                            sizeof(float);
+  for (Channel& channel : channels_) {
+    for (Slot& slot : channel.slots) {
+      MakeTrip(&slot, in_bytes);
+      slot.device_out = resources_->NewDevice(out_bytes);
+      slot.pinned_out = resources_->NewPinned(out_bytes);
+    }
+  }
+  const int64_t token_bytes =
+      int64_t{2} * shape.num_kv_heads * shape.head_dim * sizeof(float);
+  piece_bytes_ = std::max(token_bytes, options_.staging_bytes / kNumPieces);
+  for (Trip& piece : ring_) MakeTrip(&piece, piece_bytes_);
+  for (FetchPiece& piece : fetch_pieces_) {
+    piece.data = resources_->NewPinned(piece_bytes_);
+    piece.copied = resources_->NewEvent();
+  }
+  MakeTrip(&fetch_, 0);
+  MakeStreams();
+  RegisterArena();
+  report_.device_bytes = resources_->device_bytes();
+  report_.pinned_bytes = resources_->pinned_bytes();
+  watchdog_ = std::thread([this] { Watch(); });
+}
+
+CudaLane::~CudaLane() { Close(); }
+
+void CudaLane::MakeTrip(Trip* trip, int64_t in_bytes) {
+  auto flag = [this](DevicePtr* at) {
+    char* data = flags_ + kFlagBytes * num_flags_++;
+    *at = resources_->OnDevice(data);
+    return new (data) std::atomic<uint32_t>(0);
+  };
+  trip->arrived = flag(&trip->arrived_at);
+  trip->done = flag(&trip->done_at);
+  trip->in = resources_->NewEvent();
+  trip->out = resources_->NewEvent();
+  trip->device_in = resources_->NewDevice(kHeaderBytes + in_bytes);
+  trip->pinned_in = resources_->NewPinned(kHeaderBytes + in_bytes);
+}
+
+void CudaLane::MakeStreams() {
+  down_ = resources_->NewStream();
+  up_ = resources_->NewStream();
+  std::string refusal;
+  report_.memory_operations = TryMemoryOperations(&refusal);
+  if (report_.memory_operations) {
+    chunks_down_ = resources_->NewStream();
+    chunks_up_ = resources_->NewStream();
+  } else {
+    report_.notes.push_back(
+        "stream memory operations do not work here (" + refusal +
+        "): host functions carry the flags, which costs twice as much a hop");
+    // Host functions of all streams share one thread of the driver, and one
+    // that waits for a job must not stand before one that brings it its
+    // bytes: one stream puts them in launch order. A new one, because the
+    // trial may have left the first two waiting.
+    down_ = up_ = chunks_down_ = chunks_up_ = resources_->NewStream();
+  }
+  copy_ = resources_->NewStream();
+}
+
+bool CudaLane::TryMemoryOperations(std::string* refusal) {
+  if (!options_.memory_operations) {
+    *refusal = "switched off";
+    return false;
+  }
+  if (driver_.StreamWriteValue32 == nullptr ||
+      driver_.StreamWaitValue32 == nullptr) {
+    *refusal = "the driver has none";
+    return false;
+  }
+  auto timed_out = [](int64_t start, auto done) {
+    while (!done()) {
+      if (NowNs() - start > kTrialNs) return true;
+      CpuRelax();
+    }
+    return false;
+  };
+  Trip& trip = fetch_;
+  for (int trial = 0; trial < 4; ++trial) {
+    const uint32_t number = ++trip.launched;
+    const int64_t start = NowNs();
+    Error error =
+        Call("cuStreamWriteValue32",
+             driver_.StreamWriteValue32(down_, trip.arrived_at, number, 0));
+    if (error.empty()) {
+      error = Call(
+          "cuStreamWaitValue32",
+          driver_.StreamWaitValue32(up_, trip.done_at, number, kCudaWaitGeq));
+    }
+    if (error.empty()) {
+      error = Call("cuEventRecord", driver_.EventRecord(trip.out, up_));
+    }
+    if (error.empty() &&
+        timed_out(start, [&] { return trip.arrived->load() == number; })) {
+      error = "cuStreamWriteValue32 wrote nothing";
+    }
+    if (error.empty() && driver_.EventQuery(trip.out) == kCudaSuccess) {
+      error = "cuStreamWaitValue32 did not wait";
+    }
+    trip.done->store(number, std::memory_order_release);
+    if (error.empty() && timed_out(start, [&] {
+          return driver_.EventQuery(trip.out) != kCudaNotReady;
+        })) {
+      error = "cuStreamWaitValue32 does not end";
+    }
+    if (!error.empty()) {
+      *refusal = error;
+      return false;
+    }
+    // The first one warms up.
+    const double us = (NowNs() - start) * 1e-3;
+    if (trial == 1 || us < report_.round_trip_us) report_.round_trip_us = us;
+  }
+  return true;
+}
+
+void CudaLane::RegisterArena() {
+  if (!options_.register_arena) return;
+  std::string refusal;
+  const int64_t bytes = lane_.shape().num_bytes();
+  const int64_t start = NowNs();
+  report_.registered_bytes =
+      resources_->Register(lane_.cache().HeadBase(0, 0), bytes, &refusal);
+  report_.register_seconds = (NowNs() - start) * 1e-9;
+  if (report_.registered_bytes < bytes) {
+    report_.notes.push_back(
+        "the driver pinned " + std::to_string(report_.registered_bytes) +
+        " of " + std::to_string(bytes) + " bytes of the host KV cache (" +
+        refusal + "); the rest goes through staging");
+  }
+}
+
+}  // namespace neojax

@@ -1,0 +1,126 @@
+// What the handlers of both platforms check and how they answer XLA.
+#ifndef NEOJAX_CPU_PAGED_ATTN_FFI_CHECKS_H_
+#define NEOJAX_CPU_PAGED_ATTN_FFI_CHECKS_H_
+
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "ffi/cpu_paged_attn/lane.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace neojax {
+
+namespace ffi = ::xla::ffi;
+
+using Dims = ffi::Span<const int64_t>;
+
+inline ffi::Error Refuse(const std::string& text) {
+  return ffi::Error::InvalidArgument(text);
+}
+
+inline ffi::Error ToFfi(const char* target, const Error& error) {
+  return error.empty() ? ffi::Error::Success()
+                       : Refuse(std::string(target) + ": " + error);
+}
+
+inline std::string Describe(ffi::DataType type, Dims dims) {
+  const char* name = type == ffi::F32    ? "float32"
+                     : type == ffi::BF16 ? "bfloat16"
+                     : type == ffi::F16  ? "float16"
+                     : type == ffi::S32  ? "int32"
+                                         : "another type";
+  std::string out = std::string(name) + "[";
+  for (size_t i = 0; i < dims.size(); ++i) {
+    out += (i ? ", " : "") + std::to_string(dims[i]);
+  }
+  return out + "]";
+}
+
+inline bool ToDtype(ffi::DataType type, Dtype* dtype) {
+  *dtype = type == ffi::F32    ? Dtype::kFloat32
+           : type == ffi::BF16 ? Dtype::kBFloat16
+                               : Dtype::kFloat16;
+  return type == ffi::F32 || type == ffi::BF16 || type == ffi::F16;
+}
+
+inline constexpr char kFloatTypes[] = " must be float32, bfloat16 or float16 ";
+
+// The checks return what is wrong, or nothing.
+template <class Buffer>
+Error CheckInt32(const char* name, const Buffer& buffer, int64_t size) {
+  Dims dims = buffer.dimensions();
+  if (buffer.element_type() == ffi::S32 && dims.size() == 1 &&
+      dims[0] == size) {
+    return {};
+  }
+  return std::string(name) + " must be int32[" + std::to_string(size) +
+         "], got " + Describe(buffer.element_type(), dims);
+}
+
+template <class Buffer>
+Error CheckFloats(const char* name, const Buffer& buffer, const char* letters,
+                  int64_t minor, Dtype* dtype, int64_t* rows) {
+  Dims dims = buffer.dimensions();
+  if (ToDtype(buffer.element_type(), dtype) && dims.size() == 2 &&
+      dims[1] == minor) {
+    *rows = dims[0];
+    return {};
+  }
+  return std::string(name) + kFloatTypes + letters + " with " +
+         std::to_string(minor) + " columns, got " +
+         Describe(buffer.element_type(), dims);
+}
+
+inline Error FindLane(int64_t id, std::shared_ptr<HostLane>* lane) {
+  *lane = HostLane::Find(id);
+  if (*lane != nullptr) return {};
+  return "lane " + std::to_string(id) + " does not exist or is closed";
+}
+
+// A scratch array of a fetch, [S, K, H].
+inline Error CheckScratch(const char* name, const ffi::AnyBuffer& x,
+                          const CacheShape& shape, Dtype* dtype) {
+  Dims dims = x.dimensions();
+  if (ToDtype(x.element_type(), dtype) && dims.size() == 3 &&
+      dims[1] == shape.num_kv_heads && dims[2] == shape.head_dim) {
+    return {};
+  }
+  return std::string(name) + kFloatTypes + "[S, " +
+         std::to_string(shape.num_kv_heads) + ", " +
+         std::to_string(shape.head_dim) + "], got " +
+         Describe(x.element_type(), dims);
+}
+
+inline Error CheckScratches(const ffi::AnyBuffer& k, const ffi::AnyBuffer& v,
+                            const CacheShape& shape, Dtype* dtype) {
+  Error e = CheckScratch("k_scratch", k, shape, dtype);
+  if (e.empty()) e = CheckScratch("v_scratch", v, shape, dtype);
+  if (e.empty() && (k.element_type() != v.element_type() ||
+                    k.dimensions()[0] != v.dimensions()[0])) {
+    e = "v_scratch must be like k_scratch";
+  }
+  return e;
+}
+
+inline Error CheckTie(const ffi::AnyBuffer& tie,
+                      ffi::Result<ffi::AnyBuffer>& out) {
+  if (tie.size_bytes() == out->size_bytes()) return {};
+  return "tie must have the shape of its result: operand " +
+         Describe(tie.element_type(), tie.dimensions()) + ", result " +
+         Describe(out->element_type(), out->dimensions());
+}
+
+// No exception may leave a handler: it would cross code built without them.
+template <class Fn>
+ffi::Error Guarded(const char* target, Fn fn) {
+  try {
+    return ToFfi(target, fn());
+  } catch (const std::exception& e) {
+    return ffi::Error::Internal(std::string(target) + ": " + e.what());
+  }
+}
+
+}  // namespace neojax
+
+#endif  // NEOJAX_CPU_PAGED_ATTN_FFI_CHECKS_H_
