@@ -1,7 +1,7 @@
 """The native library: host KV arena, worker pool, host lane. See ffi/cpu_paged_attn.
 
-Integer arrays are int32 and C-contiguous; floats are float32, bfloat16 or float16. Shape letters are
-design.md's. Every bad argument is a ValueError that names it.
+Integer arrays are int32 and C-contiguous; floats are float32, bfloat16 or float16. Shape letters
+are design.md's. Every bad argument is a ValueError that names it.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class HostKVCache:
         dtype: str,
         pool: WorkerPool,
     ) -> None:
-        """Maps and touches the memory. RuntimeError, with the size reached, if there is not enough."""
+        """Maps and touches the memory. RuntimeError with the size reached if there is less."""
 
     @property
     def num_bytes(self) -> int: ...

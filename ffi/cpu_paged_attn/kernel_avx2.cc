@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "ffi/cpu_paged_attn/kernel_inl.h"
+#include "ffi/cpu_paged_attn/read_inl.h"
 
 namespace neojax {
 namespace {

@@ -1,5 +1,6 @@
 // Kernels for AVX-512 F, BW and VL.
 #include "ffi/cpu_paged_attn/avx512_inl.h"
+#include "ffi/cpu_paged_attn/read_inl.h"
 
 namespace neojax {
 

@@ -1,5 +1,6 @@
 // Kernels for NEON, which every aarch64 has.
 #include "ffi/cpu_paged_attn/neon_inl.h"
+#include "ffi/cpu_paged_attn/read_inl.h"
 
 namespace neojax {
 

@@ -1,6 +1,7 @@
 // The kernels that run everywhere: four-lane vectors of the compiler's own,
 // which are SSE2 on x86-64, NEON on aarch64 and plain code elsewhere.
 #include "ffi/cpu_paged_attn/kernel_inl.h"
+#include "ffi/cpu_paged_attn/read_inl.h"
 
 namespace neojax {
 namespace {

@@ -210,7 +210,7 @@ def _jax_attention(
 def _torch_attention(
     shape: tuple[int, ...], num_q_heads: int, num_threads: int
 ) -> Callable[[], object]:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(num_threads)
     batch, context, num_kv_heads, head_dim = shape
@@ -255,10 +255,10 @@ def machine() -> dict[str, object]:
 
 def plot(results: list[Result], path: str) -> None:
     """Bars of GB/s beside what the probe read."""
-    import matplotlib as mpl
+    import matplotlib as mpl  # pyright: ignore[reportMissingImports]
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
 
     figure, axes = plt.subplots(figsize=(8, 0.4 * len(results) + 1.5))
     names = [

@@ -165,8 +165,8 @@ void TestMisuseIsAnErrorNotAHang() {
   CHECK(rig.lane->Join(0, 0, out.data(), Dtype::kFloat32, 2) == "");
   CHECK(out[0] == 1.0f);
   CHECK(out[16] == 0.0f);
-  rig.lane->FailNextJob("broken");
   CHECK(rig.lane->Join(0, 1, out.data(), Dtype::kFloat32, 2) == "");
+  rig.lane->FailNextJob("broken");
   CHECK(start(1, {0, 0, 2}) == "");
   CHECK(rig.lane->Join(1, 0, out.data(), Dtype::kFloat32, 2) == "");
   CHECK(out[0] == 0.0f);

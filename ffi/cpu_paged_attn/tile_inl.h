@@ -1,0 +1,222 @@
+// What is done with the tiles of a strip: scores of the query heads, and the
+// weighted sum of V. Written once over a vector type `I`; everything is in an
+// anonymous namespace, so that each including file has its own, compiled for
+// its own instruction set.
+#ifndef NEOJAX_CPU_PAGED_ATTN_TILE_INL_H_
+#define NEOJAX_CPU_PAGED_ATTN_TILE_INL_H_
+
+#include <cstdint>
+
+#include "ffi/cpu_paged_attn/kernel.h"
+
+namespace neojax {
+namespace {
+
+enum : int { kStripTiles = 4, kStripTokens = kStripTiles * kTileTokens };
+constexpr float kLog2E = 1.44269504f;
+
+// A storage format says how its elements become vectors of the instruction
+// set `I`, and how a vector is multiplied with weights (a query's elements or
+// softmax's results) and added up:
+//   Element      what a tile holds
+//   kPack        elements of one summed axis that lie together
+//   X            one loaded vector: I::kLanes lanes of kPack elements
+//   Weight       weights of one pack as kept in memory
+//   Load<kPart>  loads X; kPart: the first 8 lanes only
+//   MulAdd       acc + x . weight, over the pack
+
+// K [H][16], V [16][H] of `E`: one element a token and dim.
+template <class I, class E>
+struct Plain {
+  using Element = E;
+  using F = typename I::F;
+  using X = F;
+  using Weight = float;
+  static constexpr int kPack = 1;
+
+  template <bool kPart>
+  static X Load(const E* p) {
+    return I::template Load<kPart>(p);
+  }
+  static F MulAdd(X x, const Weight* w, F acc) {
+    return I::Fma(x, I::Set(*w), acc);
+  }
+};
+
+// K [H/2][16][2], V [8][H][2] of bfloat16: two summed neighbours share 32
+// bits, and become two vectors of float32.
+template <class I>
+struct Paired {
+  using Element = uint16_t;
+  using F = typename I::F;
+  struct Weight {
+    float w[2];
+  };
+  struct X {
+    F even, odd;
+  };
+  static constexpr int kPack = 2;
+
+  template <bool kPart>
+  static X Load(const uint16_t* p) {
+    X x;
+    I::template LoadPairs<kPart>(p, x.even, x.odd);
+    return x;
+  }
+  static F MulAdd(const X& x, const Weight* w, F acc) {
+    acc = I::Fma(x.even, I::Set(w->w[0]), acc);
+    return I::Fma(x.odd, I::Set(w->w[1]), acc);
+  }
+};
+
+// 2^x for x <= 0, exactly 0 below -127; relative error 2e-7.
+template <class I>
+typename I::F Exp2(typename I::F x) {
+  using F = typename I::F;
+  x = I::Max(x, I::Set(-127.0f));
+  F n = I::Round(x);
+  F f = I::Sub(x, n);
+  F p = I::Set(1.5403530e-4f);
+  p = I::Fma(p, f, I::Set(1.33335581e-3f));
+  p = I::Fma(p, f, I::Set(9.61812911e-3f));
+  p = I::Fma(p, f, I::Set(5.55041087e-2f));
+  p = I::Fma(p, f, I::Set(2.40226507e-1f));
+  p = I::Fma(p, f, I::Set(6.93147181e-1f));
+  p = I::Fma(p, f, I::Set(1.0f));
+  return I::Mul(p, I::PowerOfTwo(n));
+}
+
+// To the second-level cache: a strip and its successor would not both fit the
+// first.
+inline void Prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// scores[g][0..16) of kTiles tiles = q_g . k, for kHeads heads. Tiles are read
+// side by side, a line of each in turn: memory gives more to several streams
+// than to one. `next`: tiles to ask for meanwhile.
+template <class I, class Kv, int kHeads, int kTiles, int kDim>
+void Scores(const typename Kv::Element* const* k,
+            const typename Kv::Element* const* next,
+            const typename Kv::Weight* q, int head_dim, float* scores) {
+  using F = typename I::F;
+  if (kDim > 0) head_dim = kDim;
+  constexpr int kVecs = kTileTokens / I::kLanes;
+  constexpr int kRow = kTileTokens * Kv::kPack;  // elements
+  constexpr int kRowBytes =
+      kRow * static_cast<int>(sizeof(typename Kv::Element));
+  // A multiply-add takes about four cycles and two start in each: few sums
+  // need to be kept as several each, to keep both pipes busy.
+  constexpr int kSums = kHeads * kVecs * kTiles;
+  constexpr int kChains = kSums >= 8 ? 1 : kSums >= 4 ? 2 : 4;
+  const int packs = head_dim / Kv::kPack;  // a multiple of 4
+  F acc[kChains][kTiles][kHeads][kVecs];
+  for (int c = 0; c < kChains; ++c) {
+    for (int i = 0; i < kTiles; ++i) {
+      for (int g = 0; g < kHeads; ++g) {
+        for (int j = 0; j < kVecs; ++j) acc[c][i][g][j] = I::Set(0.0f);
+      }
+    }
+  }
+  for (int d = 0; d < packs; d += kChains) {
+    for (int c = 0; c < kChains; ++c) {
+      const int at = (d + c) * kRow;
+      if (kRowBytes >= 64 || (d + c) % 2 == 0) {
+        for (int i = 0; i < kTiles; ++i) Prefetch(next[i] + at);
+      }
+      for (int i = 0; i < kTiles; ++i) {
+        for (int j = 0; j < kVecs; ++j) {
+          auto x =
+              Kv::template Load<false>(k[i] + at + j * I::kLanes * Kv::kPack);
+          for (int g = 0; g < kHeads; ++g) {
+            acc[c][i][g][j] =
+                Kv::MulAdd(x, q + g * packs + d + c, acc[c][i][g][j]);
+          }
+        }
+      }
+    }
+  }
+  for (int i = 0; i < kTiles; ++i) {
+    for (int g = 0; g < kHeads; ++g) {
+      for (int j = 0; j < kVecs; ++j) {
+        F sum = acc[0][i][g][j];
+        for (int c = 1; c < kChains; ++c) sum = I::Add(sum, acc[c][i][g][j]);
+        I::Store(scores + g * kStripTokens + i * kTileTokens + j * I::kLanes,
+                 sum);
+      }
+    }
+  }
+}
+
+// out[g][d..) = out * decay[g] + sum over the strip of p[g][t] * v[t][d..),
+// for kHeads heads and kVecs vectors of dims; kPart: of 8 dims only.
+template <class I, class Kv, int kHeads, int kVecs, int kTiles, bool kPart>
+void WeighBlock(const typename Kv::Element* const* v,
+                const typename Kv::Element* const* next,
+                const typename Kv::Weight* p, const float* decay, int head_dim,
+                int d, float* out) {
+  using F = typename I::F;
+  constexpr int kPacks = kTileTokens / Kv::kPack;
+  constexpr int kVec = I::kLanes * Kv::kPack;  // elements
+  constexpr int kVecBytes =
+      kVec * static_cast<int>(sizeof(typename Kv::Element));
+  F acc[kHeads][kVecs];
+  for (int g = 0; g < kHeads; ++g) {
+    F by = I::Set(decay[g]);
+    for (int j = 0; j < kVecs; ++j) {
+      const float* at = out + g * head_dim + d + j * I::kLanes;
+      acc[g][j] = I::Mul(I::template Load<kPart>(at), by);
+    }
+  }
+  for (int t = 0; t < kPacks; ++t) {
+    const int row = (t * head_dim + d) * Kv::kPack;
+    for (int i = 0; i < kTiles; ++i) {
+      for (int j = 0; j < kVecs; ++j) {
+        if (j * kVecBytes % 64 == 0) Prefetch(next[i] + row + j * kVec);
+        auto x = Kv::template Load<kPart>(v[i] + row + j * kVec);
+        for (int g = 0; g < kHeads; ++g) {
+          acc[g][j] =
+              Kv::MulAdd(x, p + g * (kStripTokens / Kv::kPack) + i * kPacks + t,
+                         acc[g][j]);
+        }
+      }
+    }
+  }
+  for (int g = 0; g < kHeads; ++g) {
+    for (int j = 0; j < kVecs; ++j) {
+      I::template StorePart<kPart>(out + g * head_dim + d + j * I::kLanes,
+                                   acc[g][j]);
+    }
+  }
+}
+
+template <class I, class Kv, int kHeads, int kTiles, int kDim>
+void Weigh(const typename Kv::Element* const* v,
+           const typename Kv::Element* const* next,
+           const typename Kv::Weight* p, const float* decay, int head_dim,
+           float* out) {
+  if (kDim > 0) head_dim = kDim;
+  // As many sums as there are registers for.
+  constexpr int kVecs = kHeads * 8 <= I::kSums   ? 8
+                        : kHeads * 4 <= I::kSums ? 4
+                        : kHeads * 2 <= I::kSums ? 2
+                                                 : 1;
+  int d = 0;
+  for (; d + kVecs * I::kLanes <= head_dim; d += kVecs * I::kLanes) {
+    WeighBlock<I, Kv, kHeads, kVecs, kTiles, false>(v, next, p, decay, head_dim,
+                                                    d, out);
+  }
+  for (; d + I::kLanes <= head_dim; d += I::kLanes) {
+    WeighBlock<I, Kv, kHeads, 1, kTiles, false>(v, next, p, decay, head_dim, d,
+                                                out);
+  }
+  if constexpr (I::kLanes > 8) {
+    if (d < head_dim) {
+      WeighBlock<I, Kv, kHeads, 1, kTiles, true>(v, next, p, decay, head_dim, d,
+                                                 out);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace neojax
+
+#endif  // NEOJAX_CPU_PAGED_ATTN_TILE_INL_H_
