@@ -1,0 +1,423 @@
+"""start, join, store and fetch on the default device, compared with numpy. Needs no pytest:
+
+    PYTHONPATH=. python -m tests.gpu.lane_checks
+
+Shapes are odd on purpose. Rows of a layer depend on what the layer before attended, so that an
+early, late or swapped result shows in everything after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from neojax.environment import device_environment
+
+os.environ.update(device_environment(0.5))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from neojax import _cpu_paged_attn as native
+from neojax.ops import host_attention
+from tests.native.reference import DTYPES, TOLERANCE, reference, relative_error
+
+NUM_LAYERS = 9
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 24
+NUM_HEADS = NUM_Q_HEADS + 2 * NUM_KV_HEADS
+WIDTH = 40  # of activations
+DEVICE_ROWS = 13
+BUCKETS = (5, 3)  # rows of each channel's programs
+LENS = ((33, 1, 200, 17), (70, 16, 5))  # context of its sequences; a bucket's other rows pad it
+DELAYS_US = (0, 300, 5000)
+SCALE = HEAD_DIM**-0.5
+
+
+@dataclasses.dataclass
+class Rig:
+    """An arena with sequences in it, and their k, v [S, K, H] of each layer in numpy."""
+
+    lane: native.HostLane
+    cache: native.HostKVCache
+    pool: native.WorkerPool
+    dtype: np.dtype
+    tables: list[np.ndarray]  # [B, W] of each channel
+    k: list[list[list[np.ndarray]]]  # [channel][layer][sequence]
+    v: list[list[list[np.ndarray]]]
+
+    def close(self) -> None:
+        self.lane.close()
+        self.pool.close()
+
+
+def make_rig(dtype: str, *, max_rows: int = 5, staging_bytes: int = 1 << 16) -> Rig:
+    """Sequences of LENS, less their newest token, in shuffled blocks."""
+    rng = np.random.default_rng(7)
+    pool = native.WorkerPool()
+    cache = native.HostKVCache(NUM_LAYERS, 100, NUM_KV_HEADS, HEAD_DIM, 16, dtype, pool)
+    lane = native.HostLane(
+        cache, pool, NUM_Q_HEADS, 2, max_rows, SCALE,
+        cuda_device=host_attention.cuda_device(), staging_bytes=staging_bytes, watchdog_s=20,
+    )  # fmt: skip
+    blocks = iter(rng.permutation(100).astype(np.int32))
+    rig = Rig(lane, cache, pool, DTYPES[dtype], [], [], [])
+    for lens in LENS:
+        rig.tables.append(np.array([[next(blocks) for _ in range(14)] for _ in lens], np.int32))
+        for kv in (rig.k, rig.v):
+            kv.append(
+                [
+                    [
+                        rng.standard_normal((n - 1, NUM_KV_HEADS, HEAD_DIM)).astype(rig.dtype)
+                        for n in lens
+                    ]
+                    for _ in range(NUM_LAYERS)
+                ]
+            )
+    return rig
+
+
+def fill(rig: Rig) -> None:
+    """Write the sequences' numpy k, v to the arena."""
+    rig.cache.fill(float("nan"))
+    for channel, tables in enumerate(rig.tables):
+        for layer in range(NUM_LAYERS):
+            for row, table in enumerate(tables):
+                rig.cache.write(
+                    layer, table, 0, rig.k[channel][layer][row], rig.v[channel][layer][row]
+                )
+
+
+class Stages:
+    """The programs of a step: two sub-batches' host rows, and device rows in between."""
+
+    def __init__(self, rig: Rig) -> None:
+        rng = np.random.default_rng(3)
+        self.dtype = rig.dtype
+        self.into = jnp.asarray(
+            rng.standard_normal((WIDTH, NUM_HEADS * HEAD_DIM)) * 0.3, self.dtype
+        )
+        self.back = jnp.asarray(
+            rng.standard_normal((NUM_Q_HEADS * HEAD_DIM, WIDTH)) * 0.3, self.dtype
+        )
+        self.lane = rig.lane.id
+
+    def enter(
+        self, x: jax.Array, h: jax.Array, hdr: jax.Array, channel: int
+    ) -> tuple[jax.Array, ...]:
+        """x [DEVICE_ROWS, WIDTH] is the tie, cut so that it is a slice; h the host rows."""
+        rows = jnp.dot(h, self.into)
+        ticket, tie = host_attention.start(rows, hdr, x[:7], lane=self.lane, channel=channel)
+        return jnp.concatenate([tie, x[7:]]), rows, ticket
+
+    def leave(
+        self, x: jax.Array, h: jax.Array, ticket: jax.Array, channel: int
+    ) -> tuple[jax.Array, ...]:
+        out, tie = host_attention.join(
+            ticket, x[:7], lane=self.lane, channel=channel, num_rows=len(h),
+            num_q_heads=NUM_Q_HEADS, head_dim=HEAD_DIM, dtype=h.dtype,
+        )  # fmt: skip
+        x = jnp.concatenate([tie, x[7:]])
+        return x, jnp.tanh(h + jnp.dot(out, self.back)), out
+
+    def work(self, x: jax.Array) -> jax.Array:
+        """The device rows' stage; exact in float32."""
+        return x * np.float32(0.5) + np.float32(0.25)
+
+    def step(self, x: jax.Array, hs: tuple[jax.Array, ...], hdrs: jax.Array) -> tuple:
+        """Everything in one program: order is up to the ties."""
+        seen: list[tuple] = []
+        tickets: list[jax.Array] = []
+        hs = list(hs)
+        for layer in range(NUM_LAYERS):
+            for channel in (0, 1):
+                x, rows, ticket = self.enter(x, hs[channel], hdrs[layer, channel], channel)
+                tickets.append(ticket)
+                seen.append(rows)
+            x = self.work(x)
+            for channel in (0, 1):
+                x, hs[channel], out = self.leave(
+                    x, hs[channel], tickets[2 * layer + channel], channel
+                )
+                seen.append(out)
+        return x, tuple(hs), seen
+
+
+def launch_one_program(stages: Stages) -> Callable:
+    """step(x, hs, hdrs [L, 2, 3]) -> (x, hs, seen) by one program."""
+    return jax.jit(stages.step, donate_argnums=(0, 1))
+
+
+def launch_pipelined(stages: Stages) -> Callable:
+    """The same by programs of a layer each, the sub-batches half a layer apart."""
+    enter = jax.jit(stages.enter, static_argnums=3, donate_argnums=0)
+    leave = jax.jit(stages.leave, static_argnums=3, donate_argnums=(0, 1))
+    work = jax.jit(stages.work, donate_argnums=0)
+
+    def step(x: jax.Array, hs: tuple[jax.Array, ...], hdrs: jax.Array) -> tuple:
+        at = [[hdrs[layer, channel] for channel in (0, 1)] for layer in range(NUM_LAYERS)]
+        hs, seen = list(hs), []
+        rows, outs = {}, {}
+        x, rows[0, 0], ticket0 = enter(x, hs[0], at[0][0], 0)
+        ticket1 = None
+        for layer in range(NUM_LAYERS):
+            x = work(x)
+            if ticket1 is not None:
+                x, hs[1], outs[layer - 1, 1] = leave(x, hs[1], ticket1, 1)
+            x, rows[layer, 1], ticket1 = enter(x, hs[1], at[layer][1], 1)
+            x, hs[0], outs[layer, 0] = leave(x, hs[0], ticket0, 0)
+            if layer + 1 < NUM_LAYERS:
+                x, rows[layer + 1, 0], ticket0 = enter(x, hs[0], at[layer + 1][0], 0)
+        x, hs[1], outs[NUM_LAYERS - 1, 1] = leave(x, hs[1], ticket1, 1)
+        for layer in range(NUM_LAYERS):
+            seen += [rows[layer, 0], rows[layer, 1], outs[layer, 0], outs[layer, 1]]
+        return x, tuple(hs), seen
+
+    return step
+
+
+def run_steps(rig: Rig, launch: Callable, num_steps: int) -> list[np.ndarray]:
+    """What every layer of every step saw; nothing waits between the steps."""
+    stages = Stages(rig)
+    step = launch(stages)
+    rng = np.random.default_rng(11)
+    x = jnp.asarray(np.arange(DEVICE_ROWS * WIDTH).reshape(DEVICE_ROWS, WIDTH) / 256, np.float32)
+    hs = tuple(jnp.asarray(rng.standard_normal((n, WIDTH)), stages.dtype) for n in BUCKETS)
+    # A warm-up with no host rows: a turn of the slots, no work.
+    x, hs, seen = step(x, hs, jnp.zeros((NUM_LAYERS, 2, 3), jnp.int32))
+    found = [x * 1, *(h * 1 for h in hs)]
+    for index in range(num_steps):
+        hdrs = np.zeros((NUM_LAYERS, 2, 3), np.int32)
+        for channel, lens in enumerate(LENS):
+            plan = 2 * index + channel
+            rig.lane.set_plan(
+                plan, np.array(lens, np.int32) + index, rig.tables[channel], uses=NUM_LAYERS
+            )
+            hdrs[:, channel, 0], hdrs[:, channel, 2] = plan, len(lens)
+        hdrs[:, :, 1] = np.arange(NUM_LAYERS)[:, None]
+        x, hs, seen = step(x, hs, jnp.asarray(hdrs))
+        found += [*seen, x * 1]
+    return [np.asarray(array) for array in found]
+
+
+def check_decodes(dtype: str, launch: Callable, num_steps: int = 4) -> str:
+    """Three job delays give the same bits, and those are numpy's numbers."""
+    runs = []
+    for delay_us in DELAYS_US:
+        rig = make_rig(dtype)
+        fill(rig)
+        rig.lane.set_delay_us(delay_us)
+        runs.append(run_steps(rig, launch, num_steps))
+        assert rig.lane.error() is None, rig.lane.error()
+        rig.lane.drain(10)
+        counters = rig.lane.counters()
+        last = rig
+        if delay_us != DELAYS_US[-1]:
+            rig.close()
+    for delay_us, run in zip(DELAYS_US[1:], runs[1:], strict=True):
+        for index, (a, b) in enumerate(zip(run, runs[0], strict=True)):
+            np.testing.assert_array_equal(a, b, err_msg=f"array {index} at {delay_us} us a job")
+    worst = compare(last, runs[0], num_steps, dtype)
+    last.close()
+    return (
+        f"error {worst:.1e}, ties not in place {counters['tie_copies']} of {2 * counters['starts']}"
+    )
+
+
+def compare(rig: Rig, found: list[np.ndarray], num_steps: int, dtype: str) -> float:
+    """Largest relative error of the layers' outputs; x must be exact."""
+    per_step = 4 * NUM_LAYERS + 1
+    worst = 0.0
+    x = np.float32(np.arange(DEVICE_ROWS * WIDTH).reshape(DEVICE_ROWS, WIDTH) / 256)
+    for _ in range(NUM_LAYERS):
+        x = x * np.float32(0.5) + np.float32(0.25)
+    np.testing.assert_array_equal(found[0], x)
+    found = found[1 + len(BUCKETS) :]
+    for step in range(num_steps):
+        arrays = found[step * per_step : (step + 1) * per_step]
+        for layer in range(NUM_LAYERS):
+            x = x * np.float32(0.5) + np.float32(0.25)
+            for channel, lens in enumerate(LENS):
+                rows, out = arrays[4 * layer + channel], arrays[4 * layer + 2 + channel]
+                n, split = len(lens), NUM_Q_HEADS * HEAD_DIM
+                new = rows[:n, split:].reshape(n, 2, NUM_KV_HEADS, HEAD_DIM)
+                ks, vs = rig.k[channel][layer], rig.v[channel][layer]
+                for row in range(n):
+                    ks[row] = np.concatenate([ks[row], new[row, 0][None]])
+                    vs[row] = np.concatenate([vs[row], new[row, 1][None]])
+                expected, _ = reference(rows[:n, :split], ks, vs, NUM_Q_HEADS, SCALE)
+                worst = max(worst, relative_error(out[:n], expected))
+                assert not out[n:].any(), "rows beyond n must be zero"
+        np.testing.assert_array_equal(arrays[-1], x)
+    assert worst <= TOLERANCE[dtype], f"relative error {worst:.1e}"
+    return worst
+
+
+def check_prefills(dtype: str, delay_us: int) -> str:
+    """Chunks through a ring far too small for them, their prefixes back, and at once a decode."""
+    num_tokens, num_slots = 301, 260
+    rig = make_rig(dtype, staging_bytes=1 << 14)
+    rig.cache.fill(float("nan"))
+    rig.lane.set_delay_us(delay_us)
+    stages = Stages(rig)
+    rng = np.random.default_rng(5)
+    width = NUM_HEADS * HEAD_DIM
+    # Two sequences of channel 0's tables, in two chunks each.
+    tables = rig.tables[0][:2]
+    parts = [
+        np.array([[3, 96, 0, 0], [99, 128, 0, 0]]),
+        np.array([[0, 77, 96, 1], [77, 90, 128, 97]]),
+    ]
+    lens = np.array([96 + 77 + 1, 128 + 90 + 1], np.int32)
+
+    def prefill(
+        x: jax.Array, rows: jax.Array, hdr: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        done, tie = host_attention.store(rows, hdr, x[:7], lane=rig.lane.id)
+        k, v = host_attention.fetch(hdr, k, v, lane=rig.lane.id)
+        return jnp.concatenate([tie, x[7:]]), k, v, done
+
+    prefill = jax.jit(prefill, donate_argnums=(0, 3, 4))
+    enter = jax.jit(stages.enter, static_argnums=3, donate_argnums=0)
+    leave = jax.jit(stages.leave, static_argnums=3, donate_argnums=0)
+    x = jnp.ones((DEVICE_ROWS, WIDTH), jnp.float32)
+    old = rng.standard_normal((2, num_slots, NUM_KV_HEADS, HEAD_DIM)).astype(rig.dtype)
+    scratch, k, v = [], [], []
+    stored = rng.standard_normal((2, NUM_LAYERS, num_tokens, width)).astype(rig.dtype)
+    on_device = [[jnp.asarray(rows) for rows in layers] for layers in stored]
+    # Distinct buffers: each is donated.
+    k, v = [[jnp.asarray(old[i]) for _ in range(NUM_LAYERS)] for i in (0, 1)]
+    empty = np.zeros(0, np.int32), np.zeros((0, 14), np.int32)
+    for part, chunks in enumerate(parts):
+        rig.lane.set_plan(
+            part, *empty, chunks.astype(np.int32), np.ascontiguousarray(tables), uses=NUM_LAYERS
+        )
+        for layer in range(NUM_LAYERS):
+            hdr = jnp.asarray([part, layer, 2], jnp.int32)
+            x, k[layer], v[layer], done = prefill(
+                x, on_device[part][layer], hdr, k[layer], v[layer]
+            )
+            scratch.append((k[layer] * 1, v[layer] * 1, done))
+    rig.lane.set_plan(2, lens, np.ascontiguousarray(tables), uses=NUM_LAYERS)
+    h = jnp.asarray(rng.standard_normal((5, WIDTH)), rig.dtype)
+    decodes = []
+    for layer in range(NUM_LAYERS):
+        x, rows, ticket = enter(x, h, jnp.asarray([2, layer, 2], jnp.int32), 0)
+        x, _, out = leave(x, h, ticket, 0)
+        decodes.append((rows, out))
+    worst = 0.0
+    for layer in range(NUM_LAYERS):
+        rows, out = (np.asarray(a) for a in decodes[layer])
+        ks, vs = [], []
+        for row in range(2):
+            kv = []
+            for part in (0, 1):
+                begin, count = parts[part][row][:2]
+                kv.append(stored[part, layer, begin : begin + count, NUM_Q_HEADS * HEAD_DIM :])
+            kv.append(rows[row, NUM_Q_HEADS * HEAD_DIM :][None])
+            both = np.concatenate(kv).reshape(-1, 2, NUM_KV_HEADS, HEAD_DIM)
+            ks.append(both[:, 0])
+            vs.append(both[:, 1])
+        expected, _ = reference(rows[:2, : NUM_Q_HEADS * HEAD_DIM], ks, vs, NUM_Q_HEADS, SCALE)
+        worst = max(worst, relative_error(out[:2], expected))
+        for side, whole in enumerate((ks, vs)):
+            want = old[side].copy()
+            np.testing.assert_array_equal(np.asarray(scratch[layer][side]), want)
+            want[1:97], want[97:225] = whole[0][:96], whole[1][:128]
+            np.testing.assert_array_equal(np.asarray(scratch[NUM_LAYERS + layer][side]), want)
+    assert worst <= TOLERANCE[dtype], f"relative error {worst:.1e}"
+    assert rig.lane.error() is None, rig.lane.error()
+    assert not any(rig.lane.plan_in_use(plan) for plan in range(3))
+    rig.close()
+    return f"error {worst:.1e}"
+
+
+def check_failures() -> str:
+    """A job that fails, a wrong hdr and a late job end in errors; the lane works on."""
+    rig = make_rig("float32")
+    fill(rig)
+    stages = Stages(rig)
+    enter = jax.jit(stages.enter, static_argnums=3)
+    leave = jax.jit(stages.leave, static_argnums=3)
+    x, h = jnp.ones((DEVICE_ROWS, WIDTH), jnp.float32), jnp.ones((5, WIDTH), jnp.float32)
+
+    def attend(hdr: list[int]) -> np.ndarray:
+        y, _, ticket = enter(x, h, jnp.asarray(hdr, jnp.int32), 0)
+        return np.asarray(leave(y, h, ticket, 0)[2])
+
+    rig.lane.set_plan(0, np.array(LENS[0], np.int32), rig.tables[0], uses=4)
+    rig.lane.fail_next_job("broken")
+    assert not attend([0, 0, 4]).any()
+    assert "broken" in str(rig.lane.error())
+    rig.lane.clear_error()
+    if rig.lane.cuda_report is not None:
+        assert not attend([0, 99, 4]).any()
+        assert "hdr[1] is layer 99" in str(rig.lane.error())
+        rig.lane.clear_error()
+    out = attend([0, 0, 4])
+    assert out[:4].any()
+    assert rig.lane.error() is None
+    # Two starts that nobody joins, then a fresh beginning.
+    for _ in range(2):
+        enter(x, h, jnp.asarray([0, 0, 0], jnp.int32), 0)
+    refusal = ""
+    try:
+        jax.block_until_ready(enter(x, h, jnp.asarray([0, 0, 0], jnp.int32), 0))
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        refusal = str(error)
+    assert "two jobs started and not joined" in refusal, refusal
+    rig.lane.drain(10)
+    rig.lane.set_plan(0, np.array(LENS[0], np.int32), rig.tables[0], uses=1)
+    np.testing.assert_array_equal(attend([0, 0, 4]), out)
+    rig.close()
+    return "errors named, lane of use afterwards"
+
+
+def checks() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Name and check; a check returns what it saw, or raises."""
+    for dtype in ("float32", "bfloat16"):
+        for launch in (launch_one_program, launch_pipelined):
+            yield (
+                f"decodes {dtype} {launch.__name__}",
+                lambda dtype=dtype, launch=launch: check_decodes(dtype, launch),
+            )
+        for delay_us in (0, 2000):
+            yield (
+                f"prefills {dtype} delay {delay_us} us",
+                lambda dtype=dtype, delay_us=delay_us: check_prefills(dtype, delay_us),
+            )
+    yield "failures", check_failures
+
+
+def set_up() -> None:
+    """float32 products as they are written, not as TF32; the targets registered."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    host_attention.ensure_registered()
+
+
+def main() -> int:
+    """Run all checks; the number of failures."""
+    set_up()
+    rig = make_rig("bfloat16")
+    print(
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}; {rig.lane.cuda_report}",
+        flush=True,
+    )
+    rig.close()
+    failures = 0
+    for name, check in checks():
+        began = time.monotonic()
+        try:
+            result = "ok: " + check()
+        except Exception as error:
+            failures += 1
+            result = f"FAILED: {type(error).__name__}: {error}"
+        print(f"{name} ({time.monotonic() - began:.1f} s): {result}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    # Threads of a device that hangs would keep the process: leave at once.
+    os._exit(1 if main() else 0)
