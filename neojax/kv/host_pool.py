@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from neojax import _cpu_paged_attn as native
 from neojax.kv.geometry import KVGeometry
 from neojax.ops import host_attention
+
+log = logging.getLogger(__name__)
 
 NUM_PLANS = 8
 """Entries of the lane's ring: two sub-batches of two steps in flight, twice over."""
@@ -34,6 +37,7 @@ class HostPool:
         num_heads: int,
         max_rows: int,
         scale: float,
+        max_chunk_tokens: int,
         num_threads: int | None,
     ) -> None:
         host_attention.ensure_registered()
@@ -48,9 +52,26 @@ class HostPool:
             geometry.dtype.name,
             self._workers,
         )
+        # Room for the stores of two layers, so that one can leave while the next comes in.
+        row_bytes = (num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
+        staging_bytes = 2 * max_chunk_tokens * row_bytes * geometry.dtype.itemsize
         self.lane = native.HostLane(
-            self._cache, self._workers, num_heads, 2, max_rows, scale, NUM_PLANS
+            self._cache,
+            self._workers,
+            num_heads,
+            2,
+            max_rows,
+            scale,
+            NUM_PLANS,
+            cuda_device=host_attention.cuda_device(),
+            staging_bytes=staging_bytes,
         )
+        if (report := self.lane.cuda_report) is not None:
+            log.info(
+                "host lane: %.1f us from the device to a thread and back", report.round_trip_us
+            )
+            for note in report.notes:
+                log.warning("host lane: %s", note)
         self._next_plan = 0
 
     @property

@@ -114,6 +114,7 @@ class Runner:
                 num_heads=c.num_heads,
                 max_rows=config.max_num_seqs,
                 scale=attention.scale(c.head_dim),
+                max_chunk_tokens=config.max_num_batched_tokens,
                 num_threads=config.cpu_threads,
             )
         self._dtype = model.ends.embedding[...].dtype
