@@ -188,32 +188,41 @@ void WeighBlock(const typename Kv::Element* const* v,
   }
 }
 
-template <class I, class Kv, int kHeads, int kTiles, int kDim>
-void Weigh(const typename Kv::Element* const* v,
-           const typename Kv::Element* const* next,
-           const typename Kv::Weight* p, const float* decay, int head_dim,
-           float* out) {
-  if (kDim > 0) head_dim = kDim;
-  // As many sums as there are registers for.
-  constexpr int kVecs = kHeads * 8 <= I::kSums   ? 8
-                        : kHeads * 4 <= I::kSums ? 4
-                        : kHeads * 2 <= I::kSums ? 2
-                                                 : 1;
-  int d = 0;
+// Dims [d, head_dim), kVecs vectors at a time, then half as many.
+template <class I, class Kv, int kHeads, int kVecs, int kTiles>
+void WeighFrom(const typename Kv::Element* const* v,
+               const typename Kv::Element* const* next,
+               const typename Kv::Weight* p, const float* decay, int head_dim,
+               int d, float* out) {
   for (; d + kVecs * I::kLanes <= head_dim; d += kVecs * I::kLanes) {
     WeighBlock<I, Kv, kHeads, kVecs, kTiles, false>(v, next, p, decay, head_dim,
                                                     d, out);
   }
-  for (; d + I::kLanes <= head_dim; d += I::kLanes) {
-    WeighBlock<I, Kv, kHeads, 1, kTiles, false>(v, next, p, decay, head_dim, d,
+  if constexpr (kVecs > 1) {
+    WeighFrom<I, Kv, kHeads, kVecs / 2, kTiles>(v, next, p, decay, head_dim, d,
                                                 out);
-  }
-  if constexpr (I::kLanes > 8) {
+  } else if constexpr (I::kLanes > 8) {
     if (d < head_dim) {
       WeighBlock<I, Kv, kHeads, 1, kTiles, true>(v, next, p, decay, head_dim, d,
                                                  out);
     }
   }
+}
+
+template <class I, class Kv, int kHeads, int kTiles, int kDim>
+void Weigh(const typename Kv::Element* const* v,
+           const typename Kv::Element* const* next,
+           const typename Kv::Weight* p, const float* decay, int head_dim,
+           float* out) {
+  // As many sums as there are registers for, and not more than there are dims.
+  constexpr int kMost = kHeads * 8 <= I::kSums   ? 8
+                        : kHeads * 4 <= I::kSums ? 4
+                        : kHeads * 2 <= I::kSums ? 2
+                                                 : 1;
+  constexpr int kVecs =
+      kDim > 0 && kMost * I::kLanes > kDim ? kDim / I::kLanes : kMost;
+  WeighFrom<I, Kv, kHeads, kVecs, kTiles>(v, next, p, decay,
+                                          kDim > 0 ? kDim : head_dim, 0, out);
 }
 
 }  // namespace
