@@ -1,21 +1,27 @@
-"""Attention on the device over a paged KV pool: what implementations share, and the choice of one.
+"""Device attention over a paged KV pool: what implementations share.
 
 A step's device tokens are laid out as prefill chunks, then decode rows. Chunks are cut into query
-tiles: a tile is a run of up to TILE consecutive tokens of one sequence, attending to the paged
+tiles: a tile is a run of up to `tile` consecutive tokens of one sequence, attending to the paged
 prefix up to each token's own position.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+logger = logging.getLogger(__name__)
 
 TILE = 32
 """Queries per prefill tile: enough rows to make a matrix product, few enough to waste little."""
 
-Implementation = Literal["xla"]
+Implementation = Literal["xla", "pallas", "cudnn"]
 
 
 class Tiles(NamedTuple):
@@ -23,7 +29,7 @@ class Tiles(NamedTuple):
 
     count: Int[Array, ""]  # tiles in use
     token: Int[Array, "tiles"]  # index of the tile's first token in the token arrays, ascending
-    length: Int[Array, "tiles"]  # tokens in the tile, 1..TILE
+    length: Int[Array, "tiles"]  # tokens in the tile, 1..tile
     position: Int[Array, "tiles"]  # position of its first token in its sequence
     row: Int[Array, "tiles"]  # row of its sequence in `tables`
     tables: Int[Array, "C W"]  # block tables of the chunks' sequences
@@ -37,28 +43,68 @@ class Decodes(NamedTuple):
     tables: Int[Array, "B W"]  # block tables
 
 
-@runtime_checkable
-class DeviceAttention(Protocol):
+class NewRows(NamedTuple):
+    """K and V of the step's device tokens, which are in the pool too."""
+
+    k: Float[Array, "T K H"]
+    v: Float[Array, "T K H"]
+
+
+Attend: TypeAlias = Callable[
+    [jax.Array, jax.Array, jax.Array, Tiles | None, Decodes | None, NewRows | None], jax.Array
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceAttention:
     """Attends for all device tokens of a step. K/V of those tokens are already in the pool."""
+
+    name: Implementation
+    attend: Attend
 
     def __call__(
         self,
         q: Float[Array, "T N H"],
         k_pool: Float[Array, "P p K H"],
         v_pool: Float[Array, "P p K H"],
-        tiles: Tiles,
+        tiles: Tiles | None,
         decodes: Decodes | None,
+        new: NewRows | None = None,
     ) -> Float[Array, "T N H"]:
-        """Rows that belong to no tile and no decode are zero."""
-        ...
+        """Rows that belong to no tile and no decode are zero.
+
+        A step of decode rows alone may leave out the tiles; its rows start at token 0, and gather
+        and scatter of rows are saved. Where `new` is at hand, attention within a sequence's first
+        chunk can be faster than over pages.
+        """
+        return self.attend(q, k_pool, v_pool, tiles, decodes, new)
 
 
-def device_attention(implementation: Implementation | None = None) -> DeviceAttention:
-    """The implementation of that name, or the best one that works here."""
-    from neojax.ops import attention_xla
+class Geometry(NamedTuple):
+    """What an implementation must support."""
 
-    implementations = {"xla": attention_xla.attend}
-    return implementations[implementation or "xla"]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+
+def device_attention(
+    implementation: Implementation | None = None, geometry: Geometry | None = None
+) -> DeviceAttention:
+    """The implementation of that name, or the best one that works here.
+
+    Args:
+        implementation: None tries the fast ones on a small case first, on a GPU that can run them.
+        geometry: heads, block size and dtype to serve; None means that only `xla` may be chosen.
+
+    Raises:
+        ValueError: the implementation asked for cannot run here.
+    """
+    from neojax.ops import attention_choice
+
+    return attention_choice.choose(implementation, geometry)
 
 
 def scale(head_dim: int) -> float:
@@ -79,6 +125,27 @@ def num_tiles(num_tokens: int, max_chunks: int) -> int:
     return min(num_tokens, num_tokens // TILE + min(max_chunks, num_tokens))
 
 
-def as_scalar(x: jax.Array | int) -> jax.Array:
-    """An int32 scalar for loop bounds."""
-    return jax.numpy.asarray(x, jax.numpy.int32)
+def decode_queries(
+    q: Float[Array, "T N H"], tiles: Tiles | None, decodes: Decodes
+) -> Float[Array, "B N H"]:
+    """The queries of the decode rows; rows of length 0 get any."""
+    num_rows = decodes.lengths.shape[0]
+    if tiles is None:
+        return q[:num_rows]
+    return q.at[decodes.first_token + jnp.arange(num_rows, dtype=jnp.int32)].get(mode="clip")
+
+
+def with_decodes(
+    out: Float[Array, "T N H"] | None,
+    rows: Float[Array, "B N H"],
+    decodes: Decodes,
+    num_tokens: int,
+) -> Float[Array, "T N H"]:
+    """`out`, None without tiles, with the decode rows' results; rows of length 0 are zero."""
+    num_rows = len(rows)
+    if out is None:
+        return jnp.pad(rows, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    # Rows of length 0 go out of bounds, each to a place of its own: indices are unique.
+    index += jnp.where(decodes.lengths > 0, decodes.first_token, num_tokens)
+    return out.at[index].set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)

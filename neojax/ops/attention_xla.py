@@ -1,7 +1,8 @@
 """Device attention in plain XLA: gathers pages, online softmax. Works everywhere; the CPU's path.
 
-Loops run over real pages and tiles, so padding rows and wide block tables cost nothing. On a GPU
-such loops synchronise with the host: there this is the reference, not the fast path.
+On the CPU loops run over real pages and tiles, so padding rows and wide block tables cost nothing.
+A GPU would wait for the host to learn such a loop's length: there lengths are static, and all
+tiles go through a step together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from neojax.ops import attention
-from neojax.ops.attention import TILE, Decodes, Tiles
+from neojax.ops.attention import TILE, Decodes, NewRows, Tiles
 
 # Finite, so that a wholly masked page leaves exp(NEG - NEG) = 1 times zero weights, never a NaN.
 NEG = -1e30
@@ -23,19 +24,31 @@ def attend(
     q: Float[Array, "T N H"],
     k_pool: Float[Array, "P p K H"],
     v_pool: Float[Array, "P p K H"],
-    tiles: Tiles,
+    tiles: Tiles | None,
     decodes: Decodes | None,
+    new: NewRows | None = None,
+    *,
+    is_static: bool = False,
 ) -> Float[Array, "T N H"]:
-    """See `attention.DeviceAttention`."""
-    with jax.named_scope("prefill_attention"):
-        out = prefill(q, k_pool, v_pool, tiles)
+    """See `attention.DeviceAttention`; `is_static` makes loops of a length known to the host."""
+    out = None
+    if tiles is not None:
+        with jax.named_scope("prefill_attention"):
+            prefill = _prefill_together if is_static else _prefill_in_turn
+            out = prefill(q, k_pool, v_pool, tiles)
     if decodes is None:
-        return out
+        return jnp.zeros_like(q) if out is None else out
     with jax.named_scope("decode_attention"):
-        return decode(q, out, k_pool, v_pool, decodes)
+        rows = attention.decode_queries(q, tiles, decodes)[:, None]
+        positions = decodes.lengths[:, None] - 1
+        rows = _online_softmax(
+            rows, positions, decodes.lengths, k_pool, v_pool, decodes.tables, is_static=is_static
+        )[:, 0]
+        rows = jnp.where((decodes.lengths > 0)[:, None, None], rows, jnp.zeros((), rows.dtype))
+        return attention.with_decodes(out, rows, decodes, len(q))
 
 
-def prefill(
+def _prefill_in_turn(
     q: Float[Array, "T N H"],
     k_pool: Float[Array, "P p K H"],
     v_pool: Float[Array, "P p K H"],
@@ -65,22 +78,29 @@ def prefill(
     return jnp.where(used[:, None, None], out[:num_tokens], jnp.zeros((), q.dtype))
 
 
-def decode(
+def _prefill_together(
     q: Float[Array, "T N H"],
-    out: Float[Array, "T N H"],
     k_pool: Float[Array, "P p K H"],
     v_pool: Float[Array, "P p K H"],
-    decodes: Decodes,
+    tiles: Tiles,
 ) -> Float[Array, "T N H"]:
-    """Attention of the decode rows, all at once; writes them into `out`."""
-    num_rows = decodes.lengths.shape[0]
-    pad = ((0, num_rows), (0, 0), (0, 0))
-    rows = lax.dynamic_slice_in_dim(jnp.pad(q, pad), decodes.first_token, num_rows)[:, None]
-    positions = decodes.lengths[:, None] - 1
-    o = _online_softmax(rows, positions, decodes.lengths, k_pool, v_pool, decodes.tables)[:, 0]
-    o = jnp.where((decodes.lengths > 0)[:, None, None], o, jnp.zeros((), o.dtype))
-    padded = lax.dynamic_update_slice_in_dim(jnp.pad(out, pad), o, decodes.first_token, 0)
-    return padded[: out.shape[0]]
+    """Attention of all tiles at once, unused ones too."""
+    offset = jnp.arange(TILE, dtype=jnp.int32)
+    num_tiles = len(tiles.token)
+    is_used = jnp.arange(num_tiles, dtype=jnp.int32) < tiles.count
+    length = jnp.where(is_used, tiles.length, 0)
+    index = tiles.token[:, None] + offset[None]
+    o = _online_softmax(
+        q.at[index].get(mode="clip"),
+        tiles.position[:, None] + offset[None],
+        tiles.position + length,
+        k_pool,
+        v_pool,
+        tiles.tables[tiles.row],
+        is_static=True,
+    )
+    index = jnp.where(offset[None] < length[:, None], index, len(q))
+    return jnp.zeros_like(q).at[index].set(o, mode="drop")
 
 
 def _online_softmax(
@@ -90,6 +110,8 @@ def _online_softmax(
     k_pool: Float[Array, "P p K H"],
     v_pool: Float[Array, "P p K H"],
     tables: Int[Array, "B W"],
+    *,
+    is_static: bool = False,
 ) -> Float[Array, "B Q N H"]:
     """Attention of each query to its sequence's positions 0..its own; no keys from its stop on.
 
@@ -130,6 +152,7 @@ def _online_softmax(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
-    _, total, acc = lax.fori_loop(0, (jnp.max(stops) + span - 1) // span, one_span, start)
+    spans = tables.shape[1] // pages if is_static else (jnp.max(stops) + span - 1) // span
+    _, total, acc = lax.fori_loop(0, spans, one_span, start)
     o = acc / jnp.maximum(total, 1e-30)[..., None]
     return o.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)

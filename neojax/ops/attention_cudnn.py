@@ -1,0 +1,81 @@
+"""Device attention with cuDNN for chunks that start a sequence, and Pallas kernels for the rest.
+
+A first chunk attends to nothing but itself: its keys lie beside its queries, and cuDNN's kernel
+for packed sequences is about twice as fast as a portable one. It cannot read pages, nor align a
+causal mask with the end of a longer prefix, so later chunks take the Pallas kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# jax.nn.dot_product_attention does not offer packed sequences.
+from jax._src.cudnn import fused_attention_stablehlo as fused
+from jaxtyping import Array, Float, Int
+
+from neojax.ops import attention, attention_pallas
+from neojax.ops.attention import Decodes, NewRows, Tiles
+
+MIN_TOKENS = 512
+"""Smaller steps gain less than another kernel's launch costs."""
+
+
+def attend(
+    q: Float[Array, "T N H"],
+    k_pool: Float[Array, "P p K H"],
+    v_pool: Float[Array, "P p K H"],
+    tiles: Tiles | None,
+    decodes: Decodes | None,
+    new: NewRows | None = None,
+) -> Float[Array, "T N H"]:
+    """See `attention.DeviceAttention`."""
+    if tiles is None or new is None or len(q) < MIN_TOKENS:
+        return attention_pallas.attend(q, k_pool, v_pool, tiles, decodes)
+    with jax.named_scope("prefill_attention"):
+        chunks = _chunks(tiles, len(q))
+        done = first_chunks(q, new, chunks)
+        left = tiles._replace(length=jnp.where(chunks.is_first[tiles.row], 0, tiles.length))
+        out = attention_pallas.prefill(q, k_pool, v_pool, left, done, chunks.num_tokens)
+    if decodes is None:
+        return out
+    return attention_pallas.add_decodes(q, out, k_pool, v_pool, tiles, decodes)
+
+
+class Chunks(NamedTuple):
+    """The prefill chunks of a step, by row of the tiles' block tables."""
+
+    token: Int[Array, "C"]  # index of the first token; of no chunk: the number of tokens
+    length: Int[Array, "C"]
+    is_first: jax.Array  # bool[C] the chunk starts its sequence
+    num_tokens: Int[Array, ""]  # of all chunks
+
+
+def first_chunks(q: Float[Array, "T N H"], new: NewRows, chunks: Chunks) -> Float[Array, "T N H"]:
+    """Causal attention within each first chunk; rows of no first chunk hold anything."""
+    lengths = jnp.where(chunks.is_first, chunks.length, 0)[None]
+    offsets = jnp.append(chunks.token, jnp.int32(len(q)))[None]
+    out = fused.dot_product_attention(
+        q[None],
+        new.k[None],
+        new.v[None],
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=offsets,
+        kv_offsets=offsets,
+        scale=attention.scale(q.shape[-1]),
+        mask_type=fused.MaskType.PADDING_CAUSAL,
+    )
+    return (out[0] if isinstance(out, (tuple, list)) else out)[0]
+
+
+def _chunks(tiles: Tiles, num_tokens: int) -> Chunks:
+    rows = jnp.arange(len(tiles.tables), dtype=jnp.int32)
+    is_used = jnp.arange(len(tiles.row), dtype=jnp.int32) < tiles.count
+    is_mine = is_used[None] & (tiles.row[None] == rows[:, None])  # [C, tiles]
+    length = jnp.where(is_mine, tiles.length[None], 0).sum(axis=1)
+    token = jnp.where(is_mine, tiles.token[None], num_tokens).min(axis=1)
+    is_first = (is_mine & (tiles.position[None] == 0)).any(axis=1)
+    return Chunks(token, length, is_first, length.sum())
