@@ -5,7 +5,7 @@ are design.md's. Every bad argument is a ValueError that names it.
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,21 +71,32 @@ class HostKVCache:
     ) -> int:
         """Bytes of one block over all layers, K and V."""
 
-class CudaReport(TypedDict):
+class CudaReport:
     """The device side of a lane."""
 
-    device: int
-    memory_operations: bool
-    """Streams write and await flags themselves; otherwise host functions do."""
-    round_trip_us: float
-    """From the device to a thread and back, nothing moved."""
-    device_bytes: int
-    pinned_bytes: int
-    registered_bytes: int
-    """Of the arena, page-locked."""
-    register_s: float
-    notes: list[str]
-    """What is worse than it could be, and why: worth a log line each."""
+    @property
+    def device(self) -> int: ...
+    @property
+    def memory_operations(self) -> bool:
+        """Streams write and await flags themselves; otherwise host functions do."""
+
+    @property
+    def round_trip_us(self) -> float:
+        """From the device to a thread and back, nothing moved."""
+
+    @property
+    def device_bytes(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+    @property
+    def registered_bytes(self) -> int:
+        """Of the arena, page-locked."""
+
+    @property
+    def register_s(self) -> float: ...
+    @property
+    def notes(self) -> list[str]:
+        """What is worse than it could be, and why: worth a log line each."""
 
 class HostLane:
     """Channels of started and joined attention jobs, served in launch order by one thread.
@@ -96,8 +107,8 @@ class HostLane:
     `cuda_device`: ordinal of the device, among those that the process sees, whose programs the
     lane serves; None for programs of the CPU platform. A CUDA lane takes all it needs there at
     once: per channel two slots, and `staging_bytes` for stores, on the device and pinned each.
-    `watchdog_s`: after this long without advance `error` names the channel, and a job that does
-    not end no longer holds the device.
+    `watchdog_s`: a job that has not ended by then is waited for no more: on the CPU platform join
+    fails and names the channel, on CUDA `error` does.
     """
 
     def __init__(

@@ -165,7 +165,7 @@ void CudaLane::RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
     }
     if (enqueued) {
       CudaResult result = PollStream(
-          copy_, static_cast<int64_t>(options_.watchdog_seconds * 1e9));
+          copy_, static_cast<int64_t>(lane_.options().watchdog_seconds * 1e9));
       if (error.empty()) error = Call("the copies of a fetch", result);
     }
     if (!error.empty()) lane_.KeepError("fetch: " + error);
@@ -225,7 +225,8 @@ Error CudaLane::CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k,
 
 void CudaLane::Watch() {
   driver_.CtxSetCurrent(resources_->context());
-  const auto limit_ns = static_cast<int64_t>(options_.watchdog_seconds * 1e9);
+  const auto limit_ns =
+      static_cast<int64_t>(lane_.options().watchdog_seconds * 1e9);
   const auto period = std::chrono::nanoseconds(
       std::max<int64_t>(1000000, std::min<int64_t>(limit_ns / 4, 1000000000)));
   int64_t reported = 0;

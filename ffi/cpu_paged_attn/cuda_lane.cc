@@ -196,7 +196,7 @@ Error CudaLane::StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
     Trip& piece = ring_[next_piece_++ % kNumPieces];
     if (error.empty() &&
         !Poll(*piece.done, piece.launched,
-              static_cast<int64_t>(2e9 * options_.watchdog_seconds))) {
+              static_cast<int64_t>(2e9 * lane_.options().watchdog_seconds))) {
       error = Usable();
       if (error.empty())
         error = "the staging ring has had no room for too long";
@@ -255,7 +255,7 @@ Error CudaLane::FetchTokens(CudaStream stream, DevicePtr hdr, DevicePtr k,
                  }});
   if (error.empty() && !report_.memory_operations &&
       !Poll(*fetch_.done, number,
-            static_cast<int64_t>(2e9 * options_.watchdog_seconds))) {
+            static_cast<int64_t>(2e9 * lane_.options().watchdog_seconds))) {
     error = "the fetch has not been done for too long";
   }
   return error;

@@ -35,7 +35,6 @@ struct CudaOptions {
   // Of the ring that stores go through, on the device and pinned each; the
   // staging of fetches, pinned only, is as large as two of its eight pieces.
   int64_t staging_bytes = int64_t{64} << 20;
-  double watchdog_seconds = 30;
   // How long Close waits for a device that still works.
   double close_seconds = 5;
   // False: as if the driver refused them.

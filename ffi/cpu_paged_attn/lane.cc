@@ -262,7 +262,13 @@ Error HostLane::Join(int64_t channel, int32_t ticket, void* out, Dtype dtype,
     generation = generation_;
     hdr = slot->hdr;
   }
-  slot->done.Wait(pool_->SpinNs());
+  if (!slot->done.Wait(pool_->SpinNs(),
+                       static_cast<int64_t>(1e9 * options_.watchdog_seconds))) {
+    return "channel " + Text(channel) + " has not advanced for " +
+           Text(static_cast<int64_t>(options_.watchdog_seconds)) +
+           " s: its job of plan " + Text(hdr.plan) + ", layer " +
+           Text(hdr.layer) + " does not end";
+  }
   const int64_t row_bytes =
       int64_t{options_.num_q_heads} * shape().head_dim * ElementSize(dtype);
   const int64_t filled = hdr.n * row_bytes;
@@ -360,7 +366,7 @@ void HostLane::Dispatch() {
         running_ = {};
         if (queue_.empty()) {
           idle_.notify_all();
-          if (closed_) return;
+          if (closed_ && starting_ == 0) return;
           break;
         }
         job = std::move(queue_.front());

@@ -42,6 +42,8 @@ struct LaneOptions {
   float softcap = 0.0f;
   int num_plans = 8;
   std::string isa;  // empty: NEOJAX_CPU_ISA or the fastest
+  // A job that has not ended after this long is named and waited for no more.
+  double watchdog_seconds = 30;
 };
 
 struct LaneCounters {

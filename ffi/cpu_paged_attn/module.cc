@@ -228,7 +228,10 @@ std::shared_ptr<HostLane> MakeLane(std::shared_ptr<HostKVCache> cache,
                                    std::shared_ptr<WorkerPool> pool,
                                    LaneOptions options,
                                    std::optional<int> cuda_device,
-                                   int64_t staging_bytes, double watchdog_s) {
+                                   int64_t staging_bytes) {
+  if (!(options.watchdog_seconds > 0)) {
+    throw std::invalid_argument("watchdog_s must be positive");
+  }
   if (!cuda_device.has_value()) {
     return HostLane::Create(std::move(cache), std::move(pool),
                             std::move(options));
@@ -239,32 +242,28 @@ std::shared_ptr<HostLane> MakeLane(std::shared_ptr<HostKVCache> cache,
         "cuda_device is " + std::to_string(*cuda_device) +
         "; there is no libcuda.so.1 with a device on this machine");
   }
-  if (staging_bytes < 0 || !(watchdog_s > 0)) {
-    throw std::invalid_argument(
-        "staging_bytes must be 0 or more and watchdog_s positive");
+  if (staging_bytes < 0) {
+    throw std::invalid_argument("staging_bytes must be 0 or more");
   }
   CudaOptions cuda;
   cuda.device = *cuda_device;
   cuda.staging_bytes = staging_bytes;
-  cuda.watchdog_seconds = watchdog_s;
   nb::gil_scoped_release release;
   return HostLane::Create(std::move(cache), std::move(pool), std::move(options),
                           *driver, cuda);
 }
 
-nb::object Report(const HostLane& lane) {
-  if (lane.cuda() == nullptr) return nb::none();
-  const CudaReport& r = lane.cuda()->report();
-  nb::dict out;
-  out["device"] = r.device;
-  out["memory_operations"] = r.memory_operations;
-  out["round_trip_us"] = r.round_trip_us;
-  out["device_bytes"] = r.device_bytes;
-  out["pinned_bytes"] = r.pinned_bytes;
-  out["registered_bytes"] = r.registered_bytes;
-  out["register_s"] = r.register_seconds;
-  out["notes"] = r.notes;
-  return out;
+std::string Repr(const CudaReport& r) {
+  std::string out =
+      "CudaReport(device=" + std::to_string(r.device) +
+      ", memory_operations=" + (r.memory_operations ? "True" : "False") +
+      ", round_trip_us=" + std::to_string(r.round_trip_us) +
+      ", device_bytes=" + std::to_string(r.device_bytes) +
+      ", pinned_bytes=" + std::to_string(r.pinned_bytes) +
+      ", registered_bytes=" + std::to_string(r.registered_bytes) +
+      ", register_s=" + std::to_string(r.register_seconds) + ", notes=[";
+  for (const std::string& note : r.notes) out += "\"" + note + "\", ";
+  return out + "])";
 }
 
 nb::dict Handlers(const std::vector<std::pair<const char*, void*>>& handlers) {
@@ -359,26 +358,42 @@ NB_MODULE(_cpu_paged_attn, m) {
           "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a,
           "dtype"_a);
 
+  nb::class_<CudaReport>(m, "CudaReport")
+      .def_ro("device", &CudaReport::device)
+      .def_ro("memory_operations", &CudaReport::memory_operations)
+      .def_ro("round_trip_us", &CudaReport::round_trip_us)
+      .def_ro("device_bytes", &CudaReport::device_bytes)
+      .def_ro("pinned_bytes", &CudaReport::pinned_bytes)
+      .def_ro("registered_bytes", &CudaReport::registered_bytes)
+      .def_ro("register_s", &CudaReport::register_seconds)
+      .def_ro("notes", &CudaReport::notes)
+      .def("__repr__", &Repr);
+
   nb::class_<HostLane>(m, "HostLane")
-      .def(nb::new_([](std::shared_ptr<HostKVCache> cache,
-                       std::shared_ptr<WorkerPool> pool, int num_q_heads,
-                       int num_channels, int max_rows, double scale,
-                       int num_plans, double softcap, const std::string& isa,
-                       std::optional<int> cuda_device, int64_t staging_bytes,
-                       double watchdog_s) {
-             return MakeLane(std::move(cache), std::move(pool),
-                             {num_q_heads, num_channels, max_rows,
-                              static_cast<float>(scale),
-                              static_cast<float>(softcap), num_plans, isa},
-                             cuda_device, staging_bytes, watchdog_s);
-           }),
-           "cache"_a, "pool"_a, "num_q_heads"_a, "num_channels"_a, "max_rows"_a,
-           "scale"_a, "num_plans"_a = 8, nb::kw_only(), "softcap"_a = 0.0,
-           "isa"_a = "", "cuda_device"_a = nb::none(),
-           "staging_bytes"_a = CudaOptions().staging_bytes,
-           "watchdog_s"_a = CudaOptions().watchdog_seconds)
+      .def(
+          nb::new_([](std::shared_ptr<HostKVCache> cache,
+                      std::shared_ptr<WorkerPool> pool, int num_q_heads,
+                      int num_channels, int max_rows, double scale,
+                      int num_plans, double softcap, const std::string& isa,
+                      std::optional<int> cuda_device, int64_t staging_bytes,
+                      double watchdog_s) {
+            return MakeLane(
+                std::move(cache), std::move(pool),
+                {num_q_heads, num_channels, max_rows, static_cast<float>(scale),
+                 static_cast<float>(softcap), num_plans, isa, watchdog_s},
+                cuda_device, staging_bytes);
+          }),
+          "cache"_a, "pool"_a, "num_q_heads"_a, "num_channels"_a, "max_rows"_a,
+          "scale"_a, "num_plans"_a = 8, nb::kw_only(), "softcap"_a = 0.0,
+          "isa"_a = "", "cuda_device"_a = nb::none(),
+          "staging_bytes"_a = CudaOptions().staging_bytes,
+          "watchdog_s"_a = 30.0)
       .def_prop_ro("id", &HostLane::id)
-      .def_prop_ro("cuda_report", &Report)
+      .def_prop_ro("cuda_report",
+                   [](const HostLane& lane) -> std::optional<CudaReport> {
+                     if (lane.cuda() == nullptr) return std::nullopt;
+                     return lane.cuda()->report();
+                   })
       .def_prop_ro("isa",
                    [](const HostLane& lane) { return lane.kernels().name; })
       .def("set_plan", &SetPlan, "index"_a, "context_lens"_a, "tables"_a,

@@ -225,9 +225,7 @@ void TestADriverThatRefusesIsAnErrorAndNoWait() {
 }
 
 void TestALostDeviceEndsInErrorsNotInWaits() {
-  CudaOptions options = SmallCuda();
-  options.watchdog_seconds = 0.1;
-  Rig rig({}, options);
+  Rig rig({}, SmallCuda(), /*watchdog_seconds=*/0.1);
   rig.SetPlan(0, {3}, 100);
   Floats rows = Random(kRowElements, 1), out(kOutElements);
   int32_t header[3] = {0, 0, 1};
@@ -255,9 +253,7 @@ void TestALostDeviceEndsInErrorsNotInWaits() {
 }
 
 void TestTheWatchdogNamesALateChannelAndFreesTheDevice() {
-  CudaOptions options = SmallCuda();
-  options.watchdog_seconds = 0.05;
-  Rig rig({}, options);
+  Rig rig({}, SmallCuda(), /*watchdog_seconds=*/0.05);
   rig.SetPlan(0, {3}, 100);
   rig.lane->SetDelay(600000000);
   Floats rows = Random(kRowElements, 1), out(kOutElements);

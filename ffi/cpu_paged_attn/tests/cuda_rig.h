@@ -40,18 +40,19 @@ inline CudaOptions SmallCuda() {
   CudaOptions options;
   // Three tokens a piece.
   options.staging_bytes = 8 * 3 * 2 * kKvHeads * kHeadDim * sizeof(float);
-  options.watchdog_seconds = 20;
   options.close_seconds = 2;
   return options;
 }
 
 struct Rig {
   explicit Rig(const FakeCudaOptions& fake = {},
-               const CudaOptions& cuda_options = SmallCuda())
+               const CudaOptions& cuda_options = SmallCuda(),
+               double watchdog_seconds = 20)
       : driver(FakeCuda(fake)),
         twin(HostLane::Create(MakeCache(), pool, Options())),
         cache(MakeCache()),
-        lane(HostLane::Create(cache, pool, Options(), driver, cuda_options)),
+        lane(HostLane::Create(cache, pool, Options(watchdog_seconds), driver,
+                              cuda_options)),
         stream(FakeStream()) {}
   ~Rig() {
     lane->Close();
@@ -64,7 +65,9 @@ struct Rig {
     made->Fill(0);
     return made;
   }
-  static LaneOptions Options() { return {kHeads, 2, 5, 0.35f, 0.0f, 4, ""}; }
+  static LaneOptions Options(double watchdog_seconds = 20) {
+    return {kHeads, 2, 5, 0.35f, 0.0f, 4, "", watchdog_seconds};
+  }
   CudaLane& cuda() { return *lane->cuda(); }
 
   // Both lanes get the plan, once the last use of the entry has ended.

@@ -87,11 +87,13 @@ void TestBadPoolsAreRefused() {
 }
 
 struct Rig {
+  explicit Rig(double watchdog_seconds = 30)
+      : lane(HostLane::Create(
+            cache, pool, {2, 3, 4, 1.0f, 0.0f, 4, "", watchdog_seconds})) {}
   std::shared_ptr<WorkerPool> pool = std::make_shared<WorkerPool>(2);
   std::shared_ptr<HostKVCache> cache = std::make_shared<HostKVCache>(
       CacheShape{2, 8, 1, 8, 16, Dtype::kFloat32}, pool);
-  std::shared_ptr<HostLane> lane =
-      HostLane::Create(cache, pool, {2, 3, 4, 1.0f, 0.0f, 4, ""});
+  std::shared_ptr<HostLane> lane;
   std::vector<int32_t> lens = {1, 1};
   std::vector<int32_t> tables = {3, 5};
 
@@ -191,6 +193,21 @@ void TestALateJobIsDrained() {
   CHECK(rig.lane->Drain(5).empty());
 }
 
+void TestAJobThatDoesNotEndIsNamed() {
+  Rig rig(/*watchdog_seconds=*/0.02);
+  rig.SetPlan(0, 1);
+  rig.lane->SetDelay(200000000);
+  std::vector<float> rows = rig.Rows(1), out(32);
+  int32_t ticket;
+  CHECK(rig.lane->Start(2, rows.data(), Dtype::kFloat32, 2, {0, 1, 1},
+                        &ticket) == "");
+  CHECK(rig.lane->Join(2, ticket, out.data(), Dtype::kFloat32, 2) ==
+        "channel 2 has not advanced for 0 s: its job of plan 0, layer 1 does "
+        "not end");
+  // It does after all.
+  CHECK(rig.lane->Drain(5).empty());
+}
+
 void TestIdsAreReusedAndClosedLanesAreGone() {
   int id;
   {
@@ -244,6 +261,7 @@ int main() {
   neojax::TestChannelsKeepTheirOrderUnderLoad();
   neojax::TestMisuseIsAnErrorNotAHang();
   neojax::TestALateJobIsDrained();
+  neojax::TestAJobThatDoesNotEndIsNamed();
   neojax::TestIdsAreReusedAndClosedLanesAreGone();
   neojax::TestStoreAndFetchCheckTheirRows();
 }
