@@ -1,0 +1,68 @@
+"""The fast device attention on a real GPU against the float64 reference."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from neojax.ops import attention, attention_case
+from neojax.ops.attention import Geometry
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+TOLERANCE = 5e-3  # relative L2, bfloat16 operands
+GEOMETRIES = [
+    Geometry(32, 8, 128, 16, "bfloat16"),
+    Geometry(64, 8, 128, 64, "bfloat16"),
+    Geometry(9, 3, 64, 32, "float16"),
+    Geometry(4, 4, 128, 48, "bfloat16"),
+]
+STEPS = {  # chunks (start, tokens), contexts of decode rows
+    "chunks and decodes": ([(0, 300), (700, 90), (33, 1), (0, 64)], [1, 500, 17, 1100]),
+    "decodes": ([], [2000, 1, 999]),
+    "chunks": ([(0, 512), (1500, 88)], []),
+    "nothing": ([], []),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("implementation", ["cudnn", "pallas", "xla"])
+def test_matches_reference(implementation, geometry, step):
+    attend = jax.jit(attention.device_attention(implementation, geometry))
+    for seed, num_tokens in enumerate((600, 1024)):
+        case = attention_case.make(
+            np.random.default_rng(seed),
+            geometry,
+            *STEPS[step],
+            num_tokens=num_tokens,
+            table_width=-(-2048 // geometry.block_size),
+            num_blocks=400,
+        )
+        assert case.error(attend(*case.arguments)) < TOLERANCE
+
+
+def test_a_step_of_decodes_alone_needs_no_tiles():
+    geometry = GEOMETRIES[0]
+    case = attention_case.make(
+        np.random.default_rng(5),
+        geometry,
+        [],
+        [700, 3, 64, 65],
+        num_tokens=8,
+        table_width=48,
+        num_blocks=120,
+    )
+    attend = jax.jit(attention.device_attention(None, geometry))
+    out = attend(case.q, case.k_pool, case.v_pool, None, case.decodes)
+    assert case.error(out) < TOLERANCE
+
+
+def test_float32_is_left_to_xla(caplog):
+    geometry = GEOMETRIES[0]._replace(dtype="float32")
+    assert attention.device_attention(None, geometry).name == "xla"
+    assert "it takes bfloat16 and float16, not float32" in caplog.text
