@@ -28,6 +28,7 @@ class Row:
     samples: bool  # this row reaches the newest token, so the next one is sampled from it
     slot: int
     placement: Placement
+    epoch: int  # preemptions so far: a row of an earlier life says nothing of the present blocks
     blocks: tuple[int, ...]  # those of positions [0, start.token + num_tokens)
 
     @property

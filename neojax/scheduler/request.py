@@ -59,6 +59,7 @@ class Request:
     slot: int | None = None
     blocks: list[int] = dataclasses.field(default_factory=list[int])
     progress: Progress = START
+    num_resident: int = 0  # tokens whose K and V a completed step has left in the blocks
     num_pending: int = 0
     num_preemptions: int = 0
     finish_reason: str | None = None

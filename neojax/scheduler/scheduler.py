@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 from neojax.scheduler.block_pool import BlockPool
 from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import START, Placement, Progress, Request, RequestState
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +96,7 @@ class Scheduler:
         device = tuple(row for row in decodes if row.placement is Placement.DEVICE)
         host = [row for row in decodes if row.placement is Placement.HOST]
         needs_host = bool(host) or any(row.placement is Placement.HOST for row in chunks)
-        host0, host1 = self.policy.split(host, has_device_work=bool(device or chunks))
-        if host0 and (device or chunks):
-            # No compiled program has both; the cost model's plans will bring them.
-            raise ValueError(f"policy {self.policy.name!r} put host rows beside device work in b0")
+        host0, host1 = self._split(host, has_device_work=bool(device or chunks))
         plan = Plan(
             step=self._step,
             mode=Mode.PIPELINED if needs_host else Mode.DEVICE_ONLY,
@@ -115,6 +115,9 @@ class Scheduler:
         the price of scheduling ahead: its token is dropped.
         """
         self.release(plan.step)
+        for row in plan.rows:
+            if row.epoch == row.request.num_preemptions:
+                row.request.num_resident = row.stop
         advanced: list[Request] = []
         for row, token in zip(plan.sampled_rows, tokens, strict=True):
             request = row.request
@@ -148,7 +151,7 @@ class Scheduler:
                 self._preempt(request)
             else:
                 known = len(request.prompt_ids) + len(request.output_ids)
-                done = bool(request.output_ids) and request.progress.token >= known - 1
+                done = bool(request.output_ids) and request.num_resident >= known - 1
                 request.progress = Progress(known - 1, 0) if done else START
         for request in self.waiting:
             request.num_pending = 0
@@ -162,6 +165,23 @@ class Scheduler:
             )
         self._slots.check_integrity([r.slot for r in self.running if r.slot is not None])
         assert len(self._requests) == len(self.running) + len(self.waiting)
+
+    def _split(
+        self, host: Sequence[Row], has_device_work: bool
+    ) -> tuple[Sequence[Row], Sequence[Row]]:
+        """The policy's split of the host rows, or the rule's where the policy's cannot run."""
+        host0, host1 = self.policy.split(host, has_device_work)
+        is_partition = sorted(map(id, (*host0, *host1))) == sorted(map(id, host))
+        # No compiled program has device tokens beside host rows, nor an empty b0.
+        if is_partition and not (host0 and has_device_work) and (host0 or has_device_work):
+            return host0, host1
+        if host:
+            log.warning(
+                "policy %s split %d host rows as no program can run; the usual split is taken",
+                self.policy.name,
+                len(host),
+            )
+        return OffloadPolicy.split(self.policy, host, has_device_work)
 
     def _schedule_decodes(self, budget: int) -> list[Row]:
         rows: list[Row] = []
@@ -196,7 +216,7 @@ class Scheduler:
                 if n == 0:
                     blocked.add(Placement.HOST)  # those behind it wait their turn
                     continue
-                scratch -= request.progress.token + n
+                scratch -= self._rounded(request.progress.token + n)
             if is_new:
                 self._start(request, placement)
             rows.append(self._row(request, n))
@@ -215,7 +235,11 @@ class Scheduler:
             if not is_first:
                 return 0
             n = (start + n) // self.limits.block_size * self.limits.block_size - start
-        return n if n > 0 and start + n <= scratch else 0
+        return n if n > 0 and self._rounded(start + n) <= scratch else 0
+
+    def _rounded(self, num_tokens: int) -> int:
+        """Whole blocks: a chunk and its prefix start a block of their own in the scratch pool."""
+        return self.num_blocks(num_tokens) * self.limits.block_size
 
     def _admissible(self, request: Request, blocked: set[Placement]) -> Placement | None:
         """Where a waiting request can start now. Marks pools that it waits for as blocked."""
@@ -291,6 +315,7 @@ class Scheduler:
         request.state = RequestState.WAITING
         request.placement = None
         request.progress = START
+        request.num_resident = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         bisect.insort(self.waiting, request, key=lambda r: r.arrival)
@@ -325,5 +350,6 @@ class Scheduler:
             samples=stop == request.num_tokens and request.wants_more,
             slot=request.slot,
             placement=request.placement,
+            epoch=request.num_preemptions,
             blocks=tuple(request.blocks[: self.num_blocks(stop)]),
         )

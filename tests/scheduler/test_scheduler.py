@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler()
         self.in_flight: deque[Plan] = deque()
         self.requests: list[Request] = []
-        self.computed: dict[Request, int] = {}
+        self.resident: dict[Request, int] = {}  # tokens that completed steps computed
 
     @rule(
         num_prompt=st.integers(1, 200),
@@ -111,6 +111,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.sampled_from([1, 2, 3, 3, 3, EOS]), min_size=12, max_size=12))
     def complete(self, tokens: list[int]) -> None:
         plan = self.in_flight.popleft()
+        for row in plan.rows:
+            # A row continues what completed steps have computed, or an earlier life's is void.
+            if row.epoch == row.request.num_preemptions:
+                assert row.start.token <= self.resident.get(row.request, 0)
+                self.resident[row.request] = row.stop
         self.scheduler.update(plan, tokens[: len(plan.sampled_rows)])
 
     @precondition(lambda self: self.in_flight)
@@ -119,9 +124,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.clear()
         self.scheduler.rollback()
         assert all(r.placement is Placement.HOST for r in self.scheduler.running)
+        for request in self.scheduler.running:
+            assert request.progress.token <= self.resident.get(request, 0)
 
     def check_plan(self, plan: Plan) -> None:
         rows = list(plan.rows)
+        for row in rows:
+            if row.start.token == 0:
+                self.resident[row.request] = 0  # begun anew, whatever was computed before
         assert len({row.request for row in rows}) == len(rows)
         assert len({row.slot for row in rows}) == len(rows)
         assert plan.num_tokens <= LIMITS.max_num_batched_tokens
@@ -129,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not plan.b1.chunks
         assert not plan.b1.decodes
         assert (plan.mode is Mode.PIPELINED) == any(r.placement is Placement.HOST for r in rows)
-        assert sum(r.stop for r in plan.b0.host_chunks) <= LIMITS.scratch_tokens
+        assert sum(-(-r.stop // 16) * 16 for r in plan.b0.host_chunks) <= LIMITS.scratch_tokens
         for row in rows:
             assert len(row.blocks) == -(-row.stop // LIMITS.block_size)
             assert row.request.placement is row.placement
@@ -256,19 +266,23 @@ def test_blocks_of_a_stopped_request_return_only_after_the_step_in_flight():
     assert scheduler.pools[Placement.DEVICE].num_used == 0
 
 
-def test_a_policy_that_splits_as_no_program_can_run_is_named():
-    class Mixing(Auto):
-        name = "mixing"
+@pytest.mark.parametrize("halves", [(True, False), (False, True), (False, False)])
+def test_a_policy_that_splits_as_no_program_can_run_gets_the_usual_split(halves, caplog):
+    class Odd(Auto):
+        name = "odd"
 
         def split(self, host_decodes, has_device_work):
-            return host_decodes, ()
+            return tuple(host_decodes if half else () for half in halves)
 
-    scheduler = make_scheduler(Mixing())
-    scheduler.add(make_request(0, 20, 8, placement="host"))
+    scheduler = make_scheduler(Odd())
+    requests = [make_request(i, 20, 8, placement=p) for i, p in enumerate(["host", "device"])]
+    scheduler.add(requests[0])
     run_step(scheduler)
-    scheduler.add(make_request(1, 20, 8, placement="device"))
-    with pytest.raises(ValueError, match="'mixing' put host rows beside device work"):
-        scheduler.schedule()
+    run_step(scheduler)
+    scheduler.add(requests[1])
+    run_to_end(scheduler)
+    assert [len(r.output_ids) for r in requests] == [8, 8]
+    assert "policy odd split" in caplog.text
 
 
 def test_a_policy_of_ones_own_is_loaded_by_module_and_class():
@@ -276,3 +290,33 @@ def test_a_policy_of_ones_own_is_loaded_by_module_and_class():
     for bad in ("fastest", "no.such:Policy", "neojax.config:EngineConfig"):
         with pytest.raises(ValueError, match="offload_policy"):
             load_policy(bad)
+
+
+def test_rollback_does_not_trust_a_resumed_prefill_that_was_in_flight():
+    scheduler = make_scheduler(Full(), num_host_blocks=6)
+    first, second = make_request(0, 40, 40), make_request(1, 40, 40)
+    scheduler.add(first)
+    scheduler.add(second)
+    while not second.num_preemptions:
+        run_step(scheduler)
+    assert second.output_ids
+    while second.state is not RequestState.RUNNING:
+        plan = scheduler.schedule()
+        assert plan is not None
+        if second.state is not RequestState.RUNNING:
+            scheduler.update(plan, [1] * len(plan.sampled_rows))
+    assert second.progress.token > 0  # its recomputation is in flight, not completed
+    scheduler.rollback()
+    assert second.progress.token == 0
+    run_to_end(scheduler)
+
+
+def test_chunks_of_host_prefills_fit_the_scratch_in_whole_blocks():
+    scheduler = make_scheduler(
+        Full(), max_num_batched_tokens=512, max_num_chunks=8, max_num_seqs=8, num_host_blocks=64
+    )
+    for i in range(7):
+        scheduler.add(make_request(i, 49, 4))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert len(plan.b0.host_chunks) == LIMITS.scratch_tokens // 64
