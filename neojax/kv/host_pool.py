@@ -68,9 +68,9 @@ class HostPool:
         )
         if (report := self.lane.cuda_report) is not None:
             log.info(
-                "host lane: %.1f us from the device to a thread and back", report["round_trip_us"]
+                "host lane: %.1f us from the device to a thread and back", report.round_trip_us
             )
-            for note in report["notes"]:
+            for note in report.notes:
                 log.warning("host lane: %s", note)
         self._next_plan = 0
 
