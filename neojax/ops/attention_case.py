@@ -117,8 +117,10 @@ def layout(
     decode_tables = np.zeros((len(lengths), width), np.int32)
     decode_tables[: len(decodes)] = tables[len(chunks) :]
     first = np.int32(sum(n for _, n in chunks))
+    token, length, position, row = (jnp.asarray(entry) for entry in packed)
+    count, of_chunks = jnp.int32(len(entries)), jnp.asarray(chunk_tables)
     return (
-        Tiles(jnp.int32(len(entries)), *map(jnp.asarray, packed), jnp.asarray(chunk_tables)),
+        Tiles(count, token, length, position, row, of_chunks),
         Decodes(jnp.asarray(first), jnp.asarray(lengths), jnp.asarray(decode_tables)),
     )
 

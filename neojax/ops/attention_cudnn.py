@@ -7,7 +7,7 @@ causal mask with the end of a longer prefix, so later chunks take the Pallas ker
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def first_chunks(q: Float[Array, "T N H"], new: NewRows, chunks: Chunks) -> Floa
     """Causal attention within each first chunk; rows of no first chunk hold anything."""
     lengths = jnp.where(chunks.is_first, chunks.length, 0)[None]
     offsets = jnp.append(chunks.token, jnp.int32(len(q)))[None]
-    out = fused.dot_product_attention(
+    out: Any = fused.dot_product_attention(
         q[None],
         new.k[None],
         new.v[None],
