@@ -236,10 +236,10 @@ def _block(ref: Any, rows: jax.Array, first: jax.Array | int = 0, width: int | N
 
     Two index arrays, because the interpreter takes no mix of array and slice.
     """
-    width = ref.shape[1] if width is None else width
-    columns = first + jnp.arange(width, dtype=jnp.int32)
-    shape = (rows.shape[0], width)
-    return ref.at[_columns(rows, width), lax.broadcast_in_dim(columns, shape, (1,))]
+    num_columns: int = ref.shape[1] if width is None else width
+    columns = first + jnp.arange(num_columns, dtype=jnp.int32)
+    shape = (rows.shape[0], num_columns)
+    return ref.at[_columns(rows, num_columns), lax.broadcast_in_dim(columns, shape, (1,))]
 
 
 def _columns(x: jax.Array, width: int) -> jax.Array:
