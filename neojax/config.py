@@ -74,6 +74,11 @@ class EngineConfig:
             ("block_size", self.block_size % 16 == 0 and self.block_size > 0, "a multiple of 16"),
             ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
             ("cpu_kv_gib", self.cpu_kv_gib >= 0, "0 or more"),
+            (
+                "layers_per_program",
+                self.layers_per_program is None or self.layers_per_program >= 1,
+                "at least 1",
+            ),
             ("cpu_threads", self.cpu_threads is None or self.cpu_threads >= 1, "at least 1"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more"),
             (

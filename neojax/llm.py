@@ -138,7 +138,8 @@ class _Run:
     ) -> None:
         text = prompt if isinstance(prompt, str) else None
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._detokenizer = Detokenizer(tokenizer, params)
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, params, ids)
         self._completion = CompletionOutput("", [])
         self.output = RequestOutput(request_id, text, ids, [self._completion])
 
@@ -147,8 +148,11 @@ class _Run:
         completion = self._completion
         completion.token_ids += step.token_ids
         is_finished = step.finish_reason is not None
-        # A token that ended the request is no part of the text.
-        shown = step.token_ids[:-1] if step.finish_reason == "stop" else step.token_ids
+        # The token that ended the request is part of the text only if it was asked for.
+        is_hidden = step.finish_reason == "stop" and not (
+            self._params.include_stop_str_in_output and step.stop_reason is not None
+        )
+        shown = step.token_ids[:-1] if is_hidden else step.token_ids
         self._detokenizer.push(shown, finished=is_finished)
         completion.text = self._detokenizer.text
         if self._detokenizer.matched_stop is not None:

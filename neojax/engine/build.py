@@ -22,6 +22,7 @@ from neojax.models.config import ModelConfig
 from neojax.runner.runner import Runner, RunnerConfig
 from neojax.runner.shapes import MAX_CHUNKS
 from neojax.scheduler.policy import load_policy
+from neojax.scheduler.request import Placement
 from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
 from neojax.text.eos import eos_token_ids
 
@@ -75,8 +76,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
             max_model_len=sizes.max_model_len,
             num_device_blocks=sizes.num_device_blocks,
             num_host_blocks=sizes.num_host_blocks,
-            layers_per_program=config.layers_per_program
-            or _divisor(model_config.num_layers, MAX_LAYERS_PER_PROGRAM),
+            layers_per_program=resolve_layers_per_program(config, model_config.num_layers),
             cpu_threads=config.cpu_threads,
         ),
         geometry,
@@ -152,7 +152,14 @@ def resolve_sizes(
         0, geometry.num_blocks(_device_pool_bytes(config, reserve_bytes))
     )
     num_host = geometry.num_blocks(_host_pool_bytes(config))
-    largest = max(num_device, num_host) * config.block_size
+    # The longest sequence must fit a pool that the policy uses, within the block limit.
+    limit = config.num_gpu_blocks_limit
+    usable = {
+        Placement.DEVICE: num_device if limit is None else min(num_device, limit),
+        Placement.HOST: num_host,
+    }
+    placements = load_policy(config.offload_policy).placements
+    largest = max(usable[placement] for placement in placements) * config.block_size
     wanted = config.max_model_len
     if wanted is not None and wanted > model_max_len:
         raise ValueError(
@@ -211,8 +218,18 @@ def _host_pool_bytes(config: EngineConfig) -> float:
     return wanted
 
 
-def _divisor(n: int, most: int) -> int:
-    return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+def resolve_layers_per_program(config: EngineConfig, num_layers: int) -> int:
+    """The flag, or the largest divisor of the layers up to 8. ValueError for what is none."""
+    divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+    wanted = config.layers_per_program
+    if wanted is None:
+        return max(n for n in divisors if n <= MAX_LAYERS_PER_PROGRAM)
+    if wanted not in divisors:
+        raise ValueError(
+            f"layers_per_program {wanted} does not divide the model's {num_layers} layers; "
+            f"possible are {', '.join(map(str, divisors))}"
+        )
+    return wanted
 
 
 def _log_sizes(geometry: KVGeometry, sizes: Sizes, runner: Runner, seconds: float) -> None:

@@ -5,6 +5,7 @@ Two steps are in flight at most: while one runs, the next is scheduled, packed a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -111,10 +112,16 @@ class EngineCore:
                 self._in_flight.append((plan, self.runner.enqueue(plan)))
             if plan is not None and len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
                 return StepResult(plan, None, [])
+            if not self._in_flight and self.scheduler.has_requests:
+                raise EngineDead("requests wait, nothing runs and nothing can be scheduled")
             return StepResult(plan, *self._complete_oldest())
         # XLA turns an FFI error into ValueError where it runs the program on this thread.
         except (jax.errors.JaxRuntimeError, ValueError, HostLaneError) as error:
             return StepResult(plan, None, self._recover(error, plan))
+        except BaseException:
+            # Ctrl-C, wherever it struck: no half-launched step may stay behind.
+            self._void_steps()
+            raise
 
     def set_policy(self, name: str) -> None:
         """Change the offload policy. Raises RuntimeError unless idle, ValueError for a bad name."""
@@ -165,23 +172,25 @@ class EngineCore:
         self._generation_tokens += len(advanced)
         if not self.has_work:
             self.scheduler.check_integrity()
-        return plan, [_tokens_of(request, request.output_ids[-1:]) for request in advanced]
+        placements = {row.request: row.placement for row in plan.sampled_rows}
+        return plan, [
+            _tokens_of(request, placements[request], request.output_ids[-1:])
+            for request in advanced
+        ]
 
     def _recover(self, error: Exception, launched: Plan | None) -> list[RequestTokens]:
         """After a failed step: void what is in flight, make new pools, compute again.
 
         A worker's error fails the host rows of the steps in flight; everything else is retried.
         """
-        log.error("a step failed: %s", error)
+        log.error("a step failed: %s", error, exc_info=error)
         if self._steps_since_failure < STEPS_BETWEEN_FAILURES:
             raise EngineDead(f"two steps failed in quick succession; the last: {error}") from error
         self._steps_since_failure = 0
         plans = [plan for plan, _ in self._in_flight]
         if launched is not None and launched not in plans:
             plans.append(launched)
-        self._in_flight.clear()
-        self.runner.recover()
-        self.scheduler.rollback()
+        self._void_steps()
         if not isinstance(error, HostLaneError):
             return []
         failed = {r.request for p in plans for r in p.rows if r.placement is Placement.HOST}
@@ -189,8 +198,19 @@ class EngineCore:
         for request in failed:
             if request.state is not RequestState.FINISHED:
                 self.scheduler.abort(request.request_id, "error")
-                outputs.append(_tokens_of(request, [], message=f"host attention failed: {error}"))
+                message = f"host attention failed: {error}"
+                outputs.append(_tokens_of(request, Placement.HOST, [], message))
         return outputs
+
+    def _void_steps(self) -> None:
+        """Forget the steps in flight, once the device and the workers are done with them."""
+        for _, handle in self._in_flight:
+            # The error that matters is known already; these steps' results are void.
+            with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError, HostLaneError):
+                handle.tokens()
+        self._in_flight.clear()
+        self.runner.recover()
+        self.scheduler.rollback()
 
     def _require_idle(self, what: str) -> None:
         if self.has_work:
@@ -206,13 +226,15 @@ def check_policy(placements: tuple[Placement, ...], name: str, scheduler: Schedu
         )
 
 
-def _tokens_of(request: Request, token_ids: list[int], message: str | None = None) -> RequestTokens:
+def _tokens_of(
+    request: Request, placement: Placement, token_ids: list[int], message: str | None = None
+) -> RequestTokens:
     stop_id = request.stop_reason
     return RequestTokens(
         request_id=request.request_id,
         token_ids=token_ids,
         finish_reason=request.finish_reason,
         stop_reason=stop_id if stop_id in request.params.stop_token_ids else None,
-        placement=(request.placement or Placement.DEVICE).value,
+        placement=placement.value,
         message=message,
     )

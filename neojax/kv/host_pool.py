@@ -114,3 +114,4 @@ class HostPool:
         """Stop the workers and free the arena."""
         self.lane.close()
         self._workers.close()
+        del self.lane, self._cache, self._workers

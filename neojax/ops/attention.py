@@ -55,7 +55,7 @@ Attend: TypeAlias = Callable[
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)  # jax.jit refers weakly
 class DeviceAttention:
     """Attends for all device tokens of a step. K/V of those tokens are already in the pool."""
 

@@ -190,11 +190,15 @@ class Runner:
         return compiled
 
     def close(self) -> None:
-        """Wait for the device and stop the host workers."""
-        jax.block_until_ready(self._state.tokens)
-        if self.host is not None:
-            self.host.close()
-        self._counter.close()
+        """Wait for the device, stop the host workers, give up both pools' memory."""
+        try:
+            jax.block_until_ready(self._state.tokens)
+        finally:
+            self._state.pools, self._state.scratch = [], []
+            if self.host is not None:
+                self.host.close()
+                self.host = None
+            self._counter.close()
 
     def _warm_up_host(self) -> None:
         shapes = [*self._buckets.device_shapes, *self._buckets.host_shapes]

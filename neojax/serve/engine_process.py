@@ -63,11 +63,12 @@ class EngineProcess:
         return await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Close the pipe, wait up to grace_s, then kill. Also when it never started."""
+        """Wait up to grace_s for the end that it was asked for, then kill. Also if never started.
+
+        The pipe stays open until then: closing it ends the process in the middle of a step.
+        """
         process = self._process
         if process is not None and process.returncode is None:
-            assert process.stdin is not None
-            process.stdin.close()
             try:
                 await asyncio.wait_for(process.wait(), grace_s)
             except TimeoutError:

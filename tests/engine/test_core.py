@@ -16,6 +16,14 @@ from tests.engine.tiny import BASE, GREEDY, mixed_requests, run_all
 RANDOM = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, max_tokens=12, seed=11)
 
 
+def outputs_of(engine):
+    """Step until nothing is left; everything it gave."""
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step().outputs
+    return outputs
+
+
 def test_two_steps_are_in_flight_before_tokens_are_read(engine_of):
     engine = engine_of()
     engine.add_request("r", [1, 2, 3], GREEDY)
@@ -119,6 +127,52 @@ def test_a_failed_dispatch_is_recovered_without_losing_a_token(engine_of, monkey
 
     monkeypatch.setattr(engine.runner, "enqueue", fail_once)
     assert run_all(engine, requests) == expected
+
+
+def test_an_interrupt_while_launching_leaves_an_engine_that_works(engine_of, monkeypatch):
+    engine = engine_of(limit=20)
+    requests = mixed_requests(8, seed=6)
+    expected = run_all(engine, requests)
+    enqueue, calls = engine.runner.enqueue, []
+
+    def interrupted(plan):
+        calls.append(plan)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return enqueue(plan)
+
+    monkeypatch.setattr(engine.runner, "enqueue", interrupted)
+    for index, (prompt, params) in enumerate(requests):
+        engine.add_request(f"lost-{index}", prompt, params)
+    with pytest.raises(KeyboardInterrupt):
+        outputs_of(engine)
+    for index in range(len(requests)):
+        engine.abort(f"lost-{index}")
+    assert not engine.has_work
+    assert run_all(engine, requests) == expected
+
+
+def test_a_job_that_fails_in_the_library_fails_its_rows_and_nobody_else(engine_of):
+    engine = engine_of()
+    engine._steps_since_failure = 100
+    prompt = list(range(20))
+    device = dataclasses.replace(GREEDY, kv_placement="device")
+    host = dataclasses.replace(GREEDY, kv_placement="host")
+    (expected,) = run_all(engine, [(prompt, device)])
+    engine.add_request("device", prompt, device)
+    engine.add_request("host", prompt, host)
+    assert engine.runner.host is not None
+    outputs, steps = [], 0
+    while engine.has_work:
+        steps += 1
+        if steps == 4:
+            engine.runner.host.lane.fail_next_job("injected in the library")
+        outputs += engine.step().outputs
+    assert [t for o in outputs if o.request_id == "device" for t in o.token_ids] == expected
+    (failed,) = [o for o in outputs if o.finish_reason == "error"]
+    assert failed.request_id == "host"
+    assert "injected in the library" in (failed.message or "")
+    assert run_all(engine, [(prompt, host)]) == [expected]
 
 
 def test_a_second_failure_at_once_ends_the_engine(engine_of, monkeypatch):

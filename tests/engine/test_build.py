@@ -1,0 +1,62 @@
+"""Sizes from flags and memory: what cannot be met is refused with the numbers that work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from neojax.config import EngineConfig
+from neojax.engine.build import resolve_layers_per_program, resolve_sizes
+from neojax.kv.geometry import GIB, KVGeometry
+
+# 2 layers x 2 heads x 64 x 4 bytes x (K and V) = 2 KiB per token, 32 KiB per block.
+GEOMETRY = KVGeometry(2, 2, 64, 16, np.dtype(np.float32))
+BLOCK_GIB = GEOMETRY.block_bytes / GIB
+
+
+def config(**settings):
+    settings.setdefault("num_gpu_blocks_override", 100)
+    settings.setdefault("cpu_kv_gib", 200.5 * BLOCK_GIB)
+    return EngineConfig(**settings)
+
+
+def test_the_context_is_what_the_largest_usable_pool_holds():
+    assert resolve_sizes(config(), GEOMETRY, 100_000).max_model_len == 200 * 16
+    only_device = resolve_sizes(config(offload_policy="device-only"), GEOMETRY, 100_000)
+    assert only_device.max_model_len == 100 * 16
+    assert only_device.num_host_blocks == 0
+    limited = config(offload_policy="device-only", num_gpu_blocks_limit=10)
+    assert resolve_sizes(limited, GEOMETRY, 100_000).max_model_len == 10 * 16
+    full = config(offload_policy="full", cpu_kv_gib=50.5 * BLOCK_GIB)
+    assert resolve_sizes(full, GEOMETRY, 100_000).max_model_len == 50 * 16
+
+
+def test_the_context_is_no_longer_than_the_models():
+    assert resolve_sizes(config(), GEOMETRY, 512).max_model_len == 512
+    with pytest.raises(ValueError, match="more than the model's 512 positions"):
+        resolve_sizes(config(max_model_len=513), GEOMETRY, 512)
+
+
+def test_a_context_that_fits_nowhere_is_refused_with_what_would_fit():
+    with pytest.raises(ValueError, match=r"Try --cpu-kv-gib \S+ or --max-model-len 3200"):
+        resolve_sizes(config(max_model_len=4000), GEOMETRY, 100_000)
+
+
+def test_pools_hold_no_more_than_all_sequences_can_fill():
+    sizes = resolve_sizes(config(max_model_len=32, max_num_seqs=4), GEOMETRY, 512)
+    assert sizes.num_host_blocks == 4 * 2
+    assert sizes.num_device_blocks == 100  # asked for by number
+
+
+def test_more_host_memory_than_there_is_is_refused():
+    with pytest.raises(ValueError, match="GiB of host memory available"):
+        resolve_sizes(config(cpu_kv_gib=1e6), GEOMETRY, 512)
+
+
+def test_layers_per_program_must_divide_the_layers():
+    assert resolve_layers_per_program(config(), 30) == 6
+    assert resolve_layers_per_program(config(layers_per_program=10), 30) == 10
+    with pytest.raises(ValueError, match="possible are 1, 2, 3, 5, 6, 10, 15, 30"):
+        resolve_layers_per_program(config(layers_per_program=7), 30)
+    with pytest.raises(ValueError, match="layers_per_program must be at least 1"):
+        config(layers_per_program=-1)
