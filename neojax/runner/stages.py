@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from neojax.ops import attention, host_attention
-from neojax.ops.attention import Decodes, DeviceAttention, Tiles
+from neojax.ops.attention import Decodes, DeviceAttention, NewRows, Tiles
 from neojax.runner import sampling
 from neojax.runner.shapes import AttentionShape
 from neojax.runner.step_meta import MetaLayout, StepMeta
@@ -166,8 +166,8 @@ class Stages:
     ) -> Float[Array, "T N H"]:
         """Device attention of the device tokens; their K/V are already in the pool."""
         tiles, decodes = _of_shape(self.layout.unpack(packed), shape)
-        q, _, _ = self._split(rows)
-        return self.attend_device(q, kv.k, kv.v, tiles, decodes)
+        q, k, v = self._split(rows)
+        return self.attend_device(q, kv.k, kv.v, tiles, decodes, NewRows(k, v))
 
     def attend_host_chunks(
         self,
@@ -199,7 +199,12 @@ class Stages:
         )
         paged = (-1, self.layout.block_size, *scratch.k.shape[1:])
         host = self.attend_device(
-            q, scratch.k.reshape(paged), scratch.v.reshape(paged), meta.host_tiles, None
+            q,
+            scratch.k.reshape(paged),
+            scratch.v.reshape(paged),
+            meta.host_tiles,
+            None,
+            NewRows(k, v),
         )
         is_host = meta.scratch_slots < self.layout.num_scratch_slots
         return scratch, jnp.where(is_host[:, None, None], host, attended), done
@@ -293,7 +298,8 @@ def _whole_layer(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         updated[0] = stages._append(kv, meta, k, v)
-        return stages.attend_device(q, updated[0].k, updated[0].v, tiles, decodes)
+        new = NewRows(k, v)
+        return stages.attend_device(q, updated[0].k, updated[0].v, tiles, decodes, new)
 
     x = stages.model.merge_layer(leaves)(x, meta.positions, attend)
     return updated[0], x
