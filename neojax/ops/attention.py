@@ -71,7 +71,7 @@ class DeviceAttention:
         decodes: Decodes | None,
         new: NewRows | None = None,
     ) -> Float[Array, "T N H"]:
-        """Rows that belong to no tile and no decode are zero.
+        """Rows of no tile and no decode are zero; if they lie between tiles, anything.
 
         A step of decode rows alone may leave out the tiles; its rows start at token 0, and gather
         and scatter of rows are saved. Where `new` is at hand, attention within a sequence's first

@@ -37,10 +37,10 @@ def attend(
     if tiles is None or new is None or len(q) < min_tokens:
         return attention_pallas.attend(q, k_pool, v_pool, tiles, decodes)
     with jax.named_scope("prefill_attention"):
-        chunks = _chunks(tiles, len(q))
+        chunks = chunks_of(tiles, len(q))
         done = first_chunks(q, new, chunks)
         left = tiles._replace(length=jnp.where(chunks.is_first[tiles.row], 0, tiles.length))
-        out = attention_pallas.prefill(q, k_pool, v_pool, left, done, chunks.num_tokens)
+        out = attention_pallas.prefill(q, k_pool, v_pool, left, done, chunks.stop)
     if decodes is None:
         return out
     return attention_pallas.add_decodes(q, out, k_pool, v_pool, tiles, decodes)
@@ -52,7 +52,7 @@ class Chunks(NamedTuple):
     token: Int[Array, "C"]  # index of the first token; of no chunk: the number of tokens
     length: Int[Array, "C"]
     is_first: jax.Array  # bool[C] the chunk starts its sequence
-    num_tokens: Int[Array, ""]  # of all chunks
+    stop: Int[Array, ""]  # index behind the last chunk's last token
 
 
 def first_chunks(q: Float[Array, "T N H"], new: NewRows, chunks: Chunks) -> Float[Array, "T N H"]:
@@ -73,11 +73,13 @@ def first_chunks(q: Float[Array, "T N H"], new: NewRows, chunks: Chunks) -> Floa
     return (out[0] if isinstance(out, (tuple, list)) else out)[0]
 
 
-def _chunks(tiles: Tiles, num_tokens: int) -> Chunks:
+def chunks_of(tiles: Tiles, num_tokens: int) -> Chunks:
+    """The chunks that tiles were cut from; other tokens may lie between them."""
     rows = jnp.arange(len(tiles.tables), dtype=jnp.int32)
     is_used = jnp.arange(len(tiles.row), dtype=jnp.int32) < tiles.count
     is_mine = is_used[None] & (tiles.row[None] == rows[:, None])  # [C, tiles]
     length = jnp.where(is_mine, tiles.length[None], 0).sum(axis=1)
     token = jnp.where(is_mine, tiles.token[None], num_tokens).min(axis=1)
     is_first = (is_mine & (tiles.position[None] == 0)).any(axis=1)
-    return Chunks(token, length, is_first, length.sum())
+    stop = jnp.where(length > 0, token + length, 0).max()
+    return Chunks(token, length, is_first, stop)

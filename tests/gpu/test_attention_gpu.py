@@ -11,6 +11,7 @@ import pytest
 
 from neojax.ops import attention, attention_case, attention_choice
 from neojax.ops.attention import Geometry, Implementation
+from tests.ops.gap import step_with_a_gap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +53,14 @@ def test_matches_reference(implementation, geometry, step):
         num_blocks=200,
     )
     assert case.error(jitted(implementation, geometry)(*case.arguments)) < TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "pallas", "xla"])
+def test_other_tokens_may_lie_between_chunks(implementation):
+    case, tiles = step_with_a_gap(GEOMETRIES[0])
+    attend = jax.jit(attention_choice.load(implementation, is_test=True))
+    out = attend(case.q, case.k_pool, case.v_pool, tiles, None, case.new)
+    assert case.error(out.at[40:70].set(0.0)) < TOLERANCE
 
 
 def test_a_step_of_decodes_alone_needs_no_tiles():

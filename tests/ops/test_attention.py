@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from neojax.ops import attention, attention_case, attention_pallas, attention_xla
+from neojax.ops import (
+    attention,
+    attention_case,
+    attention_cudnn,
+    attention_pallas,
+    attention_xla,
+)
 from neojax.ops.attention import Geometry
+from tests.ops.gap import step_with_a_gap
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}  # relative L2
 IMPLEMENTATIONS = {
@@ -98,6 +105,22 @@ def test_spans_of_one_sequence_are_merged():
             case.q, case.k_pool, case.v_pool, case.decodes, spans=spans, interpret=True
         )
         assert case.error(out) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_other_tokens_may_lie_between_chunks(implementation):
+    case, tiles = step_with_a_gap(Geometry(4, 2, 16, 16, "float32"))
+    out = IMPLEMENTATIONS[implementation](case.q, case.k_pool, case.v_pool, tiles, None)
+    assert case.error(out.at[40:70].set(0.0)) < TOLERANCE["float32"]
+
+
+def test_chunks_are_found_in_their_tiles():
+    _, tiles = step_with_a_gap(Geometry(4, 2, 16, 16, "float32"))
+    chunks = attention_cudnn.chunks_of(tiles, 128)
+    assert chunks.token.tolist() == [0, 70] + [128] * 6
+    assert chunks.length.tolist() == [40, 25] + [0] * 6
+    assert chunks.is_first.tolist() == [True] + [False] * 7
+    assert chunks.stop == 95
 
 
 def test_a_named_implementation_that_cannot_run_is_an_error():
