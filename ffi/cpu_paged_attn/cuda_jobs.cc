@@ -80,15 +80,16 @@ CudaResult CudaLane::PollEvent(CudaEvent event) const {
   }
 }
 
+void CudaLane::MakeCurrent() const {
+  thread_local CudaContext current = nullptr;
+  if (current == resources_->context()) return;
+  current = resources_->context();
+  driver_.CtxSetCurrent(current);
+}
+
 bool CudaLane::Arrived(Trip& trip, uint32_t number, const std::string& who) {
-  if (!dispatcher_has_context_) {
-    dispatcher_has_context_ = true;
-    driver_.CtxSetCurrent(resources_->context());
-  }
-  if (Poll(*trip.arrived, number)) {
-    computing_ = true;
-    return true;
-  }
+  MakeCurrent();
+  if (Poll(*trip.arrived, number)) return true;
   lane_.KeepError(who + ": its bytes have not come from the device");
   return false;
 }
@@ -96,6 +97,7 @@ bool CudaLane::Arrived(Trip& trip, uint32_t number, const std::string& who) {
 void CudaLane::RunStart(int channel, Slot& slot, uint32_t number, Dtype dtype,
                         int64_t num_rows) {
   if (Arrived(slot, number, "start on channel " + Text(channel))) {
+    computing_ = true;
     lane_.AttendArrived(channel, LoadHdr(slot), slot.pinned_in + kHeaderBytes,
                         dtype, num_rows, slot.pinned_out);
   }
@@ -106,6 +108,7 @@ void CudaLane::RunStart(int channel, Slot& slot, uint32_t number, Dtype dtype,
 void CudaLane::RunStore(Trip& piece, uint32_t number, Dtype dtype,
                         int64_t begin, int64_t count, int64_t num_rows) {
   if (Arrived(piece, number, "store")) {
+    computing_ = true;
     const Hdr hdr = LoadHdr(piece);
     std::shared_ptr<const Plan> plan;
     Error error = lane_.ChunksToStore(hdr, num_rows, &plan);
@@ -142,37 +145,52 @@ void CudaLane::RunStore(Trip& piece, uint32_t number, Dtype dtype,
 }
 
 void CudaLane::RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
-                        int64_t num_slots) {
-  bool enqueued = false;
+                        int64_t num_slots, const StoresBefore& stores) {
+  bool enqueued = false, announced = false;
   if (Arrived(fetch_, number, "fetch")) {
+    fetching_ = true;
     const Hdr hdr = LoadHdr(fetch_);
     std::shared_ptr<const Plan> plan;
     Error error = lane_.ChunksToFetch(hdr, num_slots, &plan);
-    if (error.empty() && plan != nullptr) {
-      lane_.SleepDelay();
-      error = CopyPrefixes(*plan, hdr, k, v, dtype, &enqueued);
+    bool has_prefix = false;
+    for (int i = 0; error.empty() && i < hdr.n; ++i) {
+      has_prefix = has_prefix || plan->chunk(i).start > 0;
     }
-    // The copies themselves say that they are done.
+    if (has_prefix) {
+      lane_.SleepDelay();
+      error = AwaitStores(hdr, stores)
+                  ? CopyPrefixes(*plan, hdr, k, v, dtype, &enqueued)
+                  : "the stores before it do not end";
+    }
     if (error.empty() && enqueued && report_.memory_operations) {
+      // The copies themselves say that they are done.
       error =
           Call("cuStreamWriteValue32",
                driver_.StreamWriteValue32(copy_, fetch_.done_at, number, 0));
-      if (error.empty()) {
-        lane_.CountFetch();
-        computing_ = false;
-        return;
-      }
+      announced = error.empty();
     }
-    if (enqueued) {
-      CudaResult result = PollStream(
-          copy_, static_cast<int64_t>(lane_.options().watchdog_seconds * 1e9));
+    if (enqueued && !announced) {
+      CudaResult result = PollStream(copy_, WatchdogNs());
       if (error.empty()) error = Call("the copies of a fetch", result);
     }
     if (!error.empty()) lane_.KeepError("fetch: " + error);
     lane_.CountFetch();
   }
-  computing_ = false;
-  fetch_.done->store(number, std::memory_order_release);
+  fetching_ = false;
+  if (!announced) fetch_.done->store(number, std::memory_order_release);
+}
+
+bool CudaLane::AwaitStores(Hdr hdr, const StoresBefore& stores) const {
+  for (int i = 0; i < kNumPieces; ++i) {
+    // None later has overwritten it: XLA's stream stands at this fetch.
+    Hdr stored;
+    std::memcpy(&stored, ring_[i].pinned_hdr, sizeof stored);
+    if (stores[i] != 0 && stored.plan != hdr.plan &&
+        !Poll(*ring_[i].done, stores[i])) {
+      return false;
+    }
+  }
+  return true;
 }
 
 Error CudaLane::CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k,
@@ -224,35 +242,34 @@ Error CudaLane::CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k,
 }
 
 void CudaLane::Watch() {
-  driver_.CtxSetCurrent(resources_->context());
-  const auto limit_ns =
-      static_cast<int64_t>(lane_.options().watchdog_seconds * 1e9);
+  MakeCurrent();
+  const int64_t limit_ns = WatchdogNs();
   const auto period = std::chrono::nanoseconds(
       std::max<int64_t>(1000000, std::min<int64_t>(limit_ns / 4, 1000000000)));
   int64_t reported = 0;
+  auto check = [&](const std::string& name, int64_t since, bool computing) {
+    if (since == 0 || since <= reported || NowNs() - since < limit_ns) return;
+    reported = since;
+    const std::string late =
+        name + " has not advanced for " + Text(limit_ns / 1000000000) + " s: ";
+    CudaResult state = driver_.StreamQuery(down_);
+    if (computing) {
+      Break(late + "its job does not end; its result is void");
+    } else if (state != kCudaSuccess && state != kCudaNotReady) {
+      Break(late + "the device is lost: " +
+            CudaErrorText(driver_, "cuStreamQuery", state));
+    } else {
+      lane_.KeepError(late + "its bytes have not come from the device");
+    }
+  };
   std::unique_lock<std::mutex> lock(watch_mutex_);
   while (!watch_.wait_for(lock, period, [&] { return watch_ends_; })) {
     HostLane::Running job = lane_.running();
-    if (job.since_ns == 0 || job.since_ns == reported ||
-        NowNs() - job.since_ns < limit_ns) {
-      continue;
-    }
-    reported = job.since_ns;
-    const std::string name = job.channel == HostLane::kChunks
-                                 ? std::string("a store or fetch")
-                                 : "channel " + Text(job.channel);
-    const std::string seconds = Text(limit_ns / 1000000000) + " s";
-    CudaResult state = driver_.StreamQuery(down_);
-    if (computing_) {
-      Break(name + " has not advanced for " + seconds +
-            ": its job does not end; its result is void");
-    } else if (state != kCudaSuccess && state != kCudaNotReady) {
-      Break(name + " has not advanced for " + seconds +
-            ": the device is lost: " +
-            CudaErrorText(driver_, "cuStreamQuery", state));
-    } else {
-      lane_.KeepError(name + " has not advanced for " + seconds +
-                      ": its bytes have not come from the device");
+    check(job.channel == HostLane::kChunks ? "a store or fetch"
+                                           : "channel " + Text(job.channel),
+          job.since_ns, computing_);
+    if (fetches_ != nullptr) {
+      check("a fetch", fetches_->running_since_ns(), fetching_);
     }
   }
 }

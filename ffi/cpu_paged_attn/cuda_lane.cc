@@ -193,10 +193,8 @@ Error CudaLane::StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
   int64_t begin = 0;
   do {
     const int64_t count = std::min(piece_rows, num_rows - begin);
-    Trip& piece = ring_[next_piece_++ % kNumPieces];
-    if (error.empty() &&
-        !Poll(*piece.done, piece.launched,
-              static_cast<int64_t>(2e9 * lane_.options().watchdog_seconds))) {
+    StorePiece& piece = ring_[next_piece_++ % kNumPieces];
+    if (error.empty() && !Poll(*piece.done, piece.launched, WatchdogNs())) {
       error = Usable();
       if (error.empty())
         error = "the staging ring has had no room for too long";
@@ -214,8 +212,22 @@ Error CudaLane::StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
       copy.height = count;
       error = Call("cuMemcpy2DAsync", driver_.Memcpy2D(&copy, stream));
     }
+    // The hdr first: the piece is not free before that is out of it too.
     if (error.empty()) {
-      error = CopyDown(stream, chunks_down_, piece, number, count * kv_bytes);
+      error = Call("cuEventRecord", driver_.EventRecord(piece.out, stream));
+    }
+    if (error.empty()) {
+      error = Call("cuStreamWaitEvent",
+                   driver_.StreamWaitEvent(hdrs_down_, piece.out, 0));
+    }
+    if (error.empty()) {
+      error = Call("cuMemcpyDtoHAsync",
+                   driver_.MemcpyDtoH(piece.pinned_hdr, piece.device_in,
+                                      sizeof(Hdr), hdrs_down_));
+    }
+    if (error.empty()) {
+      error =
+          CopyDown(hdrs_down_, chunks_down_, piece, number, count * kv_bytes);
     }
     error = Queue(std::move(error), piece, number,
                   {HostLane::kChunks,
@@ -235,29 +247,31 @@ Error CudaLane::FetchTokens(CudaStream stream, DevicePtr hdr, DevicePtr k,
   // One trip serves all: XLA's stream passes a fetch only when it is done.
   const uint32_t number = ++fetch_.launched;
   error = Copy(stream, fetch_.device_in, hdr, sizeof(Hdr));
-  if (error.empty()) error = CopyDown(stream, chunks_down_, fetch_, number, 0);
-  // Where host functions stand in, the driver may hold back the dispatcher's
-  // copies while one waits for it: then this call waits instead.
-  if (error.empty() && report_.memory_operations) {
-    error = Await(chunks_up_, fetch_, number);
-    if (error.empty()) {
-      error =
-          Call("cuEventRecord", driver_.EventRecord(fetch_.out, chunks_up_));
+  if (error.empty()) error = CopyDown(stream, hdrs_down_, fetch_, number, 0);
+  StoresBefore stores;
+  for (int i = 0; i < kNumPieces; ++i) stores[i] = ring_[i].launched;
+  auto job = [this, number, k, v, dtype, num_slots, stores] {
+    RunFetch(number, k, v, dtype, num_slots, stores);
+  };
+  if (fetches_ == nullptr) {
+    // Where host functions stand in, the driver may hold back the copies of
+    // the job while one waits for it: then this call waits instead.
+    error = Queue(std::move(error), fetch_, number, {HostLane::kChunks, job});
+    if (error.empty() && !Poll(*fetch_.done, number, WatchdogNs())) {
+      error = "the fetch has not been done for too long";
     }
-    if (error.empty()) {
-      error = Call("cuStreamWaitEvent",
-                   driver_.StreamWaitEvent(stream, fetch_.out, 0));
-    }
+    return error;
   }
-  error = Queue(std::move(error), fetch_, number,
-                {HostLane::kChunks, [this, number, k, v, dtype, num_slots] {
-                   RunFetch(number, k, v, dtype, num_slots);
-                 }});
-  if (error.empty() && !report_.memory_operations &&
-      !Poll(*fetch_.done, number,
-            static_cast<int64_t>(2e9 * lane_.options().watchdog_seconds))) {
-    error = "the fetch has not been done for too long";
+  if (error.empty()) error = Await(chunks_up_, fetch_, number);
+  if (error.empty()) {
+    error = Call("cuEventRecord", driver_.EventRecord(fetch_.out, chunks_up_));
   }
+  if (error.empty()) {
+    error = Call("cuStreamWaitEvent",
+                 driver_.StreamWaitEvent(stream, fetch_.out, 0));
+  }
+  if (error.empty() && !fetches_->Enqueue(job)) error = "the lane is closed";
+  if (!error.empty()) fetch_.done->store(number, std::memory_order_release);
   return error;
 }
 
@@ -269,10 +283,13 @@ Error CudaLane::Copy(CudaStream stream, DevicePtr to, DevicePtr from,
 
 std::vector<int> CudaLane::Drain(double timeout_seconds) {
   const auto timeout_ns = static_cast<int64_t>(timeout_seconds * 1e9);
+  if (fetches_ != nullptr && !fetches_->WaitIdle(timeout_ns)) {
+    return {HostLane::kChunks};
+  }
   std::lock_guard<std::mutex> lock(launch_mutex_);
   CudaContextScope scope(driver_, resources_->context());
   bool lost = false;
-  for (CudaStream stream : {down_, up_, chunks_down_, chunks_up_, copy_}) {
+  for (CudaStream stream : AllStreams()) {
     CudaResult result = PollStream(stream, timeout_ns);
     if (result == kCudaNotReady) return {HostLane::kChunks};
     lost = lost || result != kCudaSuccess;
@@ -297,6 +314,7 @@ void CudaLane::Close() {
     if (watch_ends_) return;
     watch_ends_ = true;
   }
+  if (fetches_ != nullptr) fetches_->Close();
   watch_.notify_all();
   if (watchdog_.joinable()) watchdog_.join();
   std::lock_guard<std::mutex> lock(launch_mutex_);
@@ -304,7 +322,7 @@ void CudaLane::Close() {
   {
     CudaContextScope scope(driver_, resources_->context());
     const auto timeout_ns = static_cast<int64_t>(options_.close_seconds * 1e9);
-    for (CudaStream stream : {down_, up_, chunks_down_, chunks_up_, copy_}) {
+    for (CudaStream stream : AllStreams()) {
       if (PollStream(stream, timeout_ns) == kCudaNotReady) resources_->Leak();
     }
   }

@@ -11,6 +11,11 @@
 //   down                     D2H, arrived = number                  ^ event
 //   dispatcher                 polls arrived; job; done = number    |
 //   up                                   awaits done; H2D to slot; event
+//
+// Stores go the first half of that way, through a ring. A fetch, which XLA's
+// stream waits for, is served by a thread of its own: it needs what earlier
+// plans stored, but not the store of its own layer, which may take as long as
+// the layer's other work does.
 #ifndef NEOJAX_CPU_PAGED_ATTN_CUDA_LANE_H_
 #define NEOJAX_CPU_PAGED_ATTN_CUDA_LANE_H_
 
@@ -26,6 +31,7 @@
 
 #include "ffi/cpu_paged_attn/cuda_driver.h"
 #include "ffi/cpu_paged_attn/cuda_resources.h"
+#include "ffi/cpu_paged_attn/job_queue.h"
 #include "ffi/cpu_paged_attn/lane.h"
 
 namespace neojax {
@@ -85,6 +91,9 @@ class CudaLane {
   void Close();
 
  private:
+  static constexpr int64_t kHeaderBytes = 64;
+  static constexpr int kNumPieces = 8;
+
   // Something the device and the dispatcher pass to and fro, one job at a
   // time. Numbers only grow, so a flag needs no reset.
   struct Trip {
@@ -107,15 +116,20 @@ class CudaLane {
     std::array<Slot, 2> slots;
     uint32_t starts = 0, joins = 0;
   };
+  // A piece of the ring that stores go through.
+  struct StorePiece : Trip {
+    // The hdr alone, there before a later fetch's: it need not wait for the
+    // rows to know whose they are.
+    char* pinned_hdr = nullptr;
+  };
+  // Which store went through each piece last when a fetch was launched.
+  using StoresBefore = std::array<uint32_t, kNumPieces>;
   // Pinned memory that prefixes go to the device from.
   struct FetchPiece {
     char* data = nullptr;  // k, then v
     CudaEvent copied = nullptr;
     bool used = false;
   };
-
-  static constexpr int64_t kHeaderBytes = 64;
-  static constexpr int kNumPieces = 8;
 
   // Start-up.
   void MakeTrip(Trip* trip, int64_t in_bytes);
@@ -126,14 +140,14 @@ class CudaLane {
   // Launching; all under launch_mutex_. Each returns the driver's refusal.
   Error Usable() const;
   Error Call(const char* name, CudaResult result) const;
-  // Lets the dispatcher know when `stream` has come this far.
+  // Lets the job's thread know when `stream` has come this far.
   Error Announce(CudaStream stream, Trip& trip, uint32_t number);
   // Holds `stream` until the job is done.
   Error Await(CudaStream stream, Trip& trip, uint32_t number);
   // device_in -> pinned_in once `stream` has come this far.
   Error CopyDown(CudaStream stream, CudaStream down, Trip& trip,
                  uint32_t number, int64_t bytes);
-  // Queues the job, or gives the trip up if `error` is set already.
+  // Queues the job with the dispatcher, or gives the trip up if `error` is set.
   Error Queue(Error error, Trip& trip, uint32_t number, HostLane::Job job);
 
   // Jobs, on the dispatcher's thread.
@@ -141,13 +155,23 @@ class CudaLane {
                 int64_t num_rows);
   void RunStore(Trip& piece, uint32_t number, Dtype dtype, int64_t begin,
                 int64_t count, int64_t num_rows);
+  // On a thread of its own where the streams carry the flags.
   void RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
-                int64_t num_slots);
+                int64_t num_slots, const StoresBefore& stores);
+  // Until every store of another plan than hdr's is done.
+  bool AwaitStores(Hdr hdr, const StoresBefore& stores) const;
   // Copies of one fetch; *enqueued says whether the stream has any.
   Error CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k, DevicePtr v,
                      Dtype dtype, bool* enqueued);
   // True when the job's bytes came; false if the device is given up.
   bool Arrived(Trip& trip, uint32_t number, const std::string& who);
+  void MakeCurrent() const;
+  int64_t WatchdogNs() const {
+    return static_cast<int64_t>(lane_.options().watchdog_seconds * 1e9);
+  }
+  std::array<CudaStream, 6> AllStreams() const {
+    return {down_, up_, chunks_down_, hdrs_down_, chunks_up_, copy_};
+  }
   static Hdr LoadHdr(const Trip& trip);
 
   // Polls until flag >= number; false if the device is given up or, with
@@ -171,14 +195,15 @@ class CudaLane {
   const CudaOptions options_;
   CudaReport report_;
   std::unique_ptr<CudaResources> resources_;
-  // Small copies of starts and joins, then those of chunks. `copy_` carries
-  // what the dispatcher itself enqueues.
+  // Small copies of starts and joins; rows of stores; hdrs of stores and
+  // fetches; waits of fetches; and what the threads themselves enqueue.
   CudaStream down_ = nullptr, up_ = nullptr;
-  CudaStream chunks_down_ = nullptr, chunks_up_ = nullptr, copy_ = nullptr;
+  CudaStream chunks_down_ = nullptr, hdrs_down_ = nullptr;
+  CudaStream chunks_up_ = nullptr, copy_ = nullptr;
   char* flags_ = nullptr;  // pinned; two lines a trip
   int num_flags_ = 0;
   std::vector<Channel> channels_;
-  std::array<Trip, kNumPieces> ring_;
+  std::array<StorePiece, kNumPieces> ring_;
   uint32_t next_piece_ = 0;
   int64_t piece_bytes_ = 0;  // of rows in a piece, at least one
   Trip fetch_;
@@ -186,8 +211,9 @@ class CudaLane {
   uint32_t next_fetch_piece_ = 0;
 
   std::mutex launch_mutex_;
-  bool dispatcher_has_context_ = false;  // dispatcher's
-  std::atomic<bool> computing_{false};   // the job's bytes have come
+  std::atomic<bool> computing_{false};  // the job's bytes have come
+  std::atomic<bool> fetching_{false};   // likewise, of the fetch
+  std::unique_ptr<JobQueue> fetches_;   // null without memory operations
   std::atomic<bool> broken_{false};
   std::atomic<int64_t> close_deadline_ns_{0};  // 0: open
 

@@ -117,7 +117,8 @@ def fetch(
 
     Args:
       hdr: (plan, layer, number of the plan's chunks that take part); tokens [0, start) of each
-        go to scratch slots from its scratch_slot on.
+        go to scratch slots from its scratch_slot on. They were stored under other plans: on a GPU
+        the store of the same plan may still be under way.
 
     Returns:
       The scratch arrays; slots that no chunk names are as they were.
