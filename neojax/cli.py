@@ -17,6 +17,15 @@ from typing import Any, NoReturn, TypeVar
 
 Config = TypeVar("Config")
 
+NOT_YET = {
+    "kv_cache_dtype": "the KV cache has the type of --dtype on both sides",
+    "enable_prefix_caching": "every prompt is prefilled from its first token",
+    "quantization": "weights are kept in --dtype; quantised GGUF files are dequantised when loaded",
+    "tensor_parallel_size": "one device is used",
+    "cpu_offload_gb": "weights stay on the device; --cpu-kv-gib gives the KV cache host memory",
+}
+"""Flags of other engines that a hand may type, and what holds instead."""
+
 
 def parse(
     argv: Sequence[str], cls: type[Config], *, prog: str, positional: str | None = "model"
@@ -127,6 +136,8 @@ def _known_name(flag: str, cls: type, prog: str) -> str:
 
     name = _name(flag, cls)
     known = [field.name for field in dataclasses.fields(cls)] + ["config", "help", "h"]
+    if name in NOT_YET:
+        _fail(prog, f"{flag} is not there yet: {NOT_YET[name]}")
     if name not in known:
         near = ["--" + n.replace("_", "-") for n in difflib.get_close_matches(name, known, 3, 0.5)]
         hint = f"did you mean {' or '.join(near)}?" if near else f"see {prog} --help"

@@ -122,3 +122,8 @@ def test_the_page_of_flags_is_up_to_date():
     assert flags_markdown(ServeConfig) in FLAGS_PAGE.read_text(encoding="utf-8"), (
         "write it anew: python -m neojax.cli > docs/flags.md"
     )
+
+
+@pytest.mark.parametrize("flag", ["--kv-cache-dtype", "--enable-prefix-caching", "--quantization"])
+def test_a_flag_of_other_engines_that_is_not_there_yet_says_what_holds_instead(capsys, flag):
+    assert f"{flag} is not there yet: " in refusal(capsys, flag, "fp8")

@@ -4,8 +4,8 @@ The same program text runs on the CPU and the CUDA platform; the lane must be ma
 use (`cuda_device`).
 
 Decides how the native library's FFI targets are called; knows neither scheduling nor models.
-A `tie` is the activation of the *other* sub-batch: it passes through a call in place and so keeps
-the call alive and ordered. Never has_side_effect, which would cost the fast dispatch path.
+A `tie` is an activation that passes through a call in place and so keeps the call alive and
+ordered: what is computed from it comes after. Never has_side_effect, which would cost the fast dispatch path.
 """
 
 from __future__ import annotations
