@@ -5,7 +5,8 @@ use (`cuda_device`).
 
 Decides how the native library's FFI targets are called; knows neither scheduling nor models.
 A `tie` is an activation that passes through a call in place and so keeps the call alive and
-ordered: what is computed from it comes after. Never has_side_effect, which would cost the fast dispatch path.
+ordered: what is computed from it comes after. Never has_side_effect, which would cost the fast
+dispatch path.
 """
 
 from __future__ import annotations
