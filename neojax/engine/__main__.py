@@ -139,7 +139,9 @@ def main() -> int:
 
 
 def _exit_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: its lock, held by this thread, would abort the interpreter at its end.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     os._exit(1)
 
 
