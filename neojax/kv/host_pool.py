@@ -75,11 +75,6 @@ class HostPool:
         self._next_plan = 0
 
     @property
-    def num_threads(self) -> int:
-        """Threads that attend."""
-        return self._workers.num_threads
-
-    @property
     def next_plan(self) -> int:
         """The ring entry that the next `put_plan` fills."""
         return self._next_plan

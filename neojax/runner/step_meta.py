@@ -162,8 +162,10 @@ class MetaLayout:
         num_tiles = [tiles[p].count for p in (Placement.DEVICE, Placement.HOST)]
         f["scalars"][:] = (plan_index, host.num_rows, host.num_chunks, *num_tiles, token)
         for i, row in enumerate(batch.decodes):
-            positions = self._write_row(f, token, row)
-            f["slots"][0, token] = self._slots_of(row, positions)[0]
+            self._write_row(f, token, row)
+            # One slot: no array of all the row's blocks, in every step, for every row.
+            block, offset = divmod(row.start.token, self.block_size)
+            f["slots"][0, token] = row.blocks[block] * self.block_size + offset
             f["decode_lengths"][i] = row.stop
             f["decode_tables"][i, : len(row.blocks)] = row.blocks
             token += 1

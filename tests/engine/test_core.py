@@ -45,9 +45,7 @@ def test_a_stop_token_costs_one_wasted_row_and_no_output(engine_of):
     stop = tokens[4]
     params = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
     engine.add_request("r", prompt, params)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step().outputs
+    outputs = outputs_of(engine)
     assert [t for o in outputs for t in o.token_ids] == tokens[: tokens.index(stop) + 1]
     assert outputs[-1].finish_reason == "stop"
     assert outputs[-1].stop_reason == stop
@@ -211,9 +209,7 @@ def test_a_workers_error_fails_the_host_rows_and_nobody_else(engine_of, monkeypa
         return tokens(handle)
 
     monkeypatch.setattr(StepHandle, "tokens", fail_once)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step().outputs
+    outputs = outputs_of(engine)
     assert [t for o in outputs if o.request_id == "device" for t in o.token_ids] == expected
     (failed,) = [o for o in outputs if o.finish_reason == "error"]
     assert failed.request_id == "host"
