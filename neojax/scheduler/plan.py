@@ -67,6 +67,36 @@ class SubBatch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Swap:
+    """A whole request moves to the other pool, layer by layer, under the step's computation.
+
+    The copies of plan t are enqueued before step t's stages. The request has no row in step t and
+    may have one in t+1. The source blocks are retired with step t, the targets owned at once.
+    """
+
+    request: Request
+    placement_to: Placement
+    num_tokens: int  # tokens whose K and V move
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds that a step is predicted to take, in all and by term (terms overlap)."""
+
+    step_s: float
+    linear_s: float  # linear stages, both sub-batches, all layers
+    device_attention_s: float  # prefill chunks and device decodes
+    host_attention_s: float  # the worker pool's busy time
+    hop_s: float  # starts and joins
+    copies_s: float  # store, fetch and swaps
+    per_step_s: float  # embed, head, sampling, launches
+    device_only_s: float | None = None
+    """What the DEVICE_ONLY candidate's rate would take for this step's tokens; None without one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """One step: its mode and its sub-batches (b1 only in PIPELINED mode)."""
 
@@ -74,6 +104,8 @@ class Plan:
     mode: Mode
     b0: SubBatch
     b1: SubBatch = SubBatch()
+    swaps: tuple[Swap, ...] = ()
+    prediction: Prediction | None = None  # None without cost tables
 
     @property
     def sub_batches(self) -> tuple[SubBatch, ...]:
