@@ -109,6 +109,8 @@ class HostLane:
     once: per channel two slots, and `staging_bytes` for stores, on the device and pinned each.
     `watchdog_s`: a job that has not ended by then is waited for no more: on the CPU platform join
     fails and names the channel, on CUDA `error` does.
+    `deep_slots`: slots of one more channel, behind the others, of which so many starts may await
+    their join; a start there takes up to `deep_rows` sequences. 0: there is none.
     """
 
     def __init__(
@@ -126,6 +128,8 @@ class HostLane:
         cuda_device: int | None = None,
         staging_bytes: int = 64 << 20,
         watchdog_s: float = 30.0,
+        deep_slots: int = 0,
+        deep_rows: int = 0,
     ) -> None:
         """RuntimeError, with the driver's words, if the device cannot give what the lane needs."""
 

@@ -95,22 +95,22 @@ Error CudaLane::Queue(Error error, Trip& trip, uint32_t number,
 Error CudaLane::Start(CudaStream stream, int64_t channel, DevicePtr rows,
                       Dtype dtype, int64_t num_rows, DevicePtr hdr) {
   const LaneOptions& options = lane_.options();
-  if (channel < 0 || channel >= options.num_channels) {
+  if (channel < 0 || channel >= options.total_channels()) {
     return "channel is " + Text(channel) + "; the lane has " +
-           Text(options.num_channels);
+           Text(options.total_channels());
   }
-  if (num_rows > options.max_rows) {
-    return "rows has " + Text(num_rows) +
-           " rows; the lane takes max_rows=" + Text(options.max_rows);
+  if (num_rows > options.rows(channel)) {
+    return "rows has " + Text(num_rows) + " rows; channel " + Text(channel) +
+           " takes " + Text(options.rows(channel));
   }
   std::lock_guard<std::mutex> lock(launch_mutex_);
   Error error = Usable();
   if (!error.empty()) return error;
   Channel& c = channels_[channel];
-  Slot& slot = c.slots[c.starts % 2];
+  Slot& slot = c.slots[c.starts % c.slots.size()];
   if (slot.busy) {
-    return "channel " + Text(channel) +
-           " has two jobs started and not joined; join one first";
+    return "channel " + Text(channel) + " has all its " + Text(c.slots.size()) +
+           " slots started and not joined; join one first";
   }
   const int size = ElementSize(dtype);
   const int64_t in_bytes = num_rows * lane_.row_elements() * size;
@@ -148,15 +148,15 @@ Error CudaLane::Start(CudaStream stream, int64_t channel, DevicePtr rows,
 Error CudaLane::Join(CudaStream stream, int64_t channel, DevicePtr out,
                      Dtype dtype, int64_t num_rows) {
   const LaneOptions& options = lane_.options();
-  if (channel < 0 || channel >= options.num_channels) {
+  if (channel < 0 || channel >= options.total_channels()) {
     return "channel is " + Text(channel) + "; the lane has " +
-           Text(options.num_channels);
+           Text(options.total_channels());
   }
   std::lock_guard<std::mutex> lock(launch_mutex_);
   Error error = Usable();
   if (!error.empty()) return error;
   Channel& c = channels_[channel];
-  Slot& slot = c.slots[c.joins % 2];
+  Slot& slot = c.slots[c.joins % c.slots.size()];
   if (!slot.busy) return "channel " + Text(channel) + " has no job started";
   if (slot.dtype != dtype) {
     return std::string("out is ") + DtypeName(dtype) + "; rows were " +

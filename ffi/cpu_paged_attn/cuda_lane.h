@@ -113,7 +113,7 @@ class CudaLane {
     int64_t num_rows = 0;
   };
   struct Channel {
-    std::array<Slot, 2> slots;
+    std::vector<Slot> slots;  // taken in turn
     uint32_t starts = 0, joins = 0;
   };
   // A piece of the ring that stores go through.

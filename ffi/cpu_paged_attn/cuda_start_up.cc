@@ -28,16 +28,17 @@ CudaLane::CudaLane(HostLane& lane, const CudaDriver& driver,
   const CacheShape& shape = lane_.shape();
   const LaneOptions& lane_options = lane_.options();
 
-  const int num_trips = 2 * lane_options.num_channels + kNumPieces + 1;
+  const int num_trips =
+      2 * lane_options.num_channels + lane_options.deep_slots + kNumPieces + 1;
   flags_ = resources_->NewPinned(2 * kFlagBytes * num_trips);
-  channels_ = std::vector<Channel>(lane_options.num_channels);
-  const int64_t in_bytes =
-      lane_options.max_rows * lane_.row_elements() * sizeof(float);
-  const int64_t out_bytes = int64_t{lane_options.max_rows} *
-                            lane_options.num_q_heads * shape.head_dim *
-                            sizeof(float);
-  for (Channel& channel : channels_) {
-    for (Slot& slot : channel.slots) {
+  channels_ = std::vector<Channel>(lane_options.total_channels());
+  for (size_t c = 0; c < channels_.size(); ++c) {
+    const int64_t rows = lane_options.rows(c);
+    const int64_t in_bytes = rows * lane_.row_elements() * sizeof(float);
+    const int64_t out_bytes = rows * lane_options.num_q_heads * shape.head_dim *
+                              int64_t{sizeof(float)};
+    channels_[c].slots = std::vector<Slot>(lane_options.slots(c));
+    for (Slot& slot : channels_[c].slots) {
       MakeTrip(&slot, in_bytes);
       slot.device_out = resources_->NewDevice(out_bytes);
       slot.pinned_out = resources_->NewPinned(out_bytes);

@@ -37,6 +37,10 @@ LaneOptions Checked(LaneOptions options) {
   at_least_one("num_channels", options.num_channels);
   at_least_one("max_rows", options.max_rows);
   at_least_one("num_plans", options.num_plans);
+  if (options.deep_slots != 0) {
+    at_least_one("deep_slots", options.deep_slots);
+    at_least_one("deep_rows", options.deep_rows);
+  }
   return options;
 }
 
@@ -88,17 +92,17 @@ HostLane::HostLane(std::shared_ptr<HostKVCache> cache,
       options_(Checked(std::move(options))),
       params_{options_.num_q_heads, options_.scale, options_.softcap},
       kernels_(KernelsFor(options_.isa)),
-      channels_(options_.num_channels),
+      channels_(options_.total_channels()),
       plans_(options_.num_plans) {
   CheckParams(shape(), params_);
-  const int64_t in_bytes = options_.max_rows * row_elements() * sizeof(float);
-  const int64_t out_bytes = int64_t{options_.max_rows} * options_.num_q_heads *
-                            shape().head_dim * sizeof(float);
+  const int64_t out_elements = int64_t{options_.num_q_heads} * shape().head_dim;
   for (size_t c = 0; c < channels_.size(); ++c) {
+    const int64_t rows = options_.rows(c);
+    channels_[c].slots = std::vector<Slot>(options_.slots(c));
     for (Slot& slot : channels_[c].slots) {
       slot.channel = static_cast<int>(c);
-      slot.in.reset(new char[in_bytes]);
-      slot.out.reset(new char[out_bytes]);
+      slot.in.reset(new char[rows * row_elements() * sizeof(float)]);
+      slot.out.reset(new char[rows * out_elements * sizeof(float)]);
     }
   }
   dispatcher_ = std::thread([this] { Dispatch(); });
@@ -180,13 +184,13 @@ void HostLane::ReleaseUse(int plan) {
 
 Error HostLane::Start(int64_t channel, const void* rows, Dtype dtype,
                       int64_t num_rows, Hdr hdr, int32_t* ticket) {
-  if (channel < 0 || channel >= options_.num_channels) {
+  if (channel < 0 || channel >= options_.total_channels()) {
     return "channel is " + Text(channel) + "; the lane has " +
-           Text(options_.num_channels);
+           Text(options_.total_channels());
   }
-  if (num_rows > options_.max_rows) {
-    return "rows has " + Text(num_rows) +
-           " rows; the lane takes max_rows=" + Text(options_.max_rows);
+  if (num_rows > options_.rows(channel)) {
+    return "rows has " + Text(num_rows) + " rows; channel " + Text(channel) +
+           " takes " + Text(options_.rows(channel));
   }
   Slot* slot;
   {
@@ -196,10 +200,11 @@ Error HostLane::Start(int64_t channel, const void* rows, Dtype dtype,
     std::shared_ptr<const Plan> plan;
     Error error = FindRows(hdr, num_rows, &plan);
     if (!error.empty()) return error;
-    slot = &c.slots[c.starts % 2];
+    slot = &c.slots[c.starts % c.slots.size()];
     if (slot->busy) {
-      return "channel " + Text(channel) +
-             " has two jobs started and not joined; join one first";
+      return "channel " + Text(channel) + " has all its " +
+             Text(c.slots.size()) +
+             " slots started and not joined; join one first";
     }
     slot->busy = true;
     slot->ticket = static_cast<int32_t>(c.starts++ & 0x7fffffff);
@@ -232,9 +237,9 @@ Error HostLane::Start(int64_t channel, const void* rows, Dtype dtype,
 
 Error HostLane::Join(int64_t channel, int32_t ticket, void* out, Dtype dtype,
                      int64_t num_rows) {
-  if (channel < 0 || channel >= options_.num_channels) {
+  if (channel < 0 || channel >= options_.total_channels()) {
     return "channel is " + Text(channel) + "; the lane has " +
-           Text(options_.num_channels);
+           Text(options_.total_channels());
   }
   Slot* slot;
   uint32_t generation;
@@ -242,7 +247,7 @@ Error HostLane::Join(int64_t channel, int32_t ticket, void* out, Dtype dtype,
   {
     std::lock_guard<std::mutex> lock(mutex_);
     Channel& c = channels_[channel];
-    slot = &c.slots[c.joins % 2];
+    slot = &c.slots[c.joins % c.slots.size()];
     if (!slot->busy) {
       return "channel " + Text(channel) + " has no job started";
     }

@@ -44,6 +44,18 @@ struct LaneOptions {
   std::string isa;  // empty: NEOJAX_CPU_ISA or the fastest
   // A job that has not ended after this long is named and waited for no more.
   double watchdog_seconds = 30;
+  // One more channel behind the others, for jobs of which many are in flight:
+  // so many slots, of so many sequences each. No slots: no such channel.
+  int deep_slots = 0;
+  int deep_rows = 0;
+
+  int total_channels() const { return num_channels + (deep_slots > 0); }
+  int slots(int64_t channel) const {
+    return channel < num_channels ? 2 : deep_slots;
+  }
+  int rows(int64_t channel) const {
+    return channel < num_channels ? max_rows : deep_rows;
+  }
 };
 
 struct LaneCounters {
@@ -176,7 +188,7 @@ class HostLane {
     std::unique_ptr<char[]> in, out;
   };
   struct Channel {
-    std::array<Slot, 2> slots;
+    std::vector<Slot> slots;  // taken in turn
     uint32_t starts = 0, joins = 0;
   };
   struct Entry {

@@ -370,24 +370,24 @@ NB_MODULE(_cpu_paged_attn, m) {
       .def("__repr__", &Repr);
 
   nb::class_<HostLane>(m, "HostLane")
-      .def(
-          nb::new_([](std::shared_ptr<HostKVCache> cache,
-                      std::shared_ptr<WorkerPool> pool, int num_q_heads,
-                      int num_channels, int max_rows, double scale,
-                      int num_plans, double softcap, const std::string& isa,
-                      std::optional<int> cuda_device, int64_t staging_bytes,
-                      double watchdog_s) {
-            return MakeLane(
-                std::move(cache), std::move(pool),
-                {num_q_heads, num_channels, max_rows, static_cast<float>(scale),
-                 static_cast<float>(softcap), num_plans, isa, watchdog_s},
-                cuda_device, staging_bytes);
-          }),
-          "cache"_a, "pool"_a, "num_q_heads"_a, "num_channels"_a, "max_rows"_a,
-          "scale"_a, "num_plans"_a = 8, nb::kw_only(), "softcap"_a = 0.0,
-          "isa"_a = "", "cuda_device"_a = nb::none(),
-          "staging_bytes"_a = CudaOptions().staging_bytes,
-          "watchdog_s"_a = 30.0)
+      .def(nb::new_([](std::shared_ptr<HostKVCache> cache,
+                       std::shared_ptr<WorkerPool> pool, int num_q_heads,
+                       int num_channels, int max_rows, double scale,
+                       int num_plans, double softcap, const std::string& isa,
+                       std::optional<int> cuda_device, int64_t staging_bytes,
+                       double watchdog_s, int deep_slots, int deep_rows) {
+             return MakeLane(
+                 std::move(cache), std::move(pool),
+                 {num_q_heads, num_channels, max_rows,
+                  static_cast<float>(scale), static_cast<float>(softcap),
+                  num_plans, isa, watchdog_s, deep_slots, deep_rows},
+                 cuda_device, staging_bytes);
+           }),
+           "cache"_a, "pool"_a, "num_q_heads"_a, "num_channels"_a, "max_rows"_a,
+           "scale"_a, "num_plans"_a = 8, nb::kw_only(), "softcap"_a = 0.0,
+           "isa"_a = "", "cuda_device"_a = nb::none(),
+           "staging_bytes"_a = CudaOptions().staging_bytes,
+           "watchdog_s"_a = 30.0, "deep_slots"_a = 0, "deep_rows"_a = 0)
       .def_prop_ro("id", &HostLane::id)
       .def_prop_ro("cuda_report",
                    [](const HostLane& lane) -> std::optional<CudaReport> {

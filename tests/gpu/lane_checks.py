@@ -367,7 +367,7 @@ def check_failures() -> str:
         jax.block_until_ready(enter(x, h, jnp.asarray([0, 0, 0], jnp.int32), 0))
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         refusal = str(error)
-    assert "two jobs started and not joined" in refusal, refusal
+    assert "slots started and not joined" in refusal, refusal
     rig.lane.drain(10)
     rig.lane.set_plan(0, np.array(LENS[0], np.int32), rig.tables[0], uses=1)
     np.testing.assert_array_equal(attend([0, 0, 4]), out)

@@ -46,7 +46,7 @@ def test_wrong_calls_name_the_argument_and_leave_the_lane_usable(pool: native.Wo
     refuses(r"hdr\[2\] is n=3; rows has 2", case.rows, hdr(0, 0, 3), tie)
     refuses(r"hdr\[2\] is n=-1; rows has 2", case.rows, hdr(0, 0, -1), tie)
     refuses(r"hdr\[2\] is n=3; plan 0 has 2 rows", pad_rows(case.rows, 4), hdr(0, 0, 3), tie)
-    refuses(r"rows has 5 rows; the lane takes max_rows=4", pad_rows(case.rows, 5),
+    refuses(r"rows has 5 rows; channel 0 takes 4", pad_rows(case.rows, 5),
             hdr(0, 0, 1), tie)  # fmt: skip
     refuses(r"rows must be .* 640 columns, got float32\[2, 639\]", case.rows[:, 1:],
             hdr(0, 0, 1), tie)  # fmt: skip

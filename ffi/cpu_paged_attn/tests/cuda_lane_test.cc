@@ -68,6 +68,22 @@ void TestTwoJobsOfAChannelMayBeInFlight() {
   rig.Compare();
 }
 
+void TestADeepChannelIsAQueueBesideTheOthers() {
+  FakeCudaOptions fake;
+  fake.max_delay_us = 300;
+  Rig rig(fake);
+  rig.SetPlan(0, {5, 9, 30}, 1000);
+  for (int i = 0; i < 60; ++i) {
+    if (i >= kDeepSlots) rig.Join(kDeep, 3);
+    rig.Start(kDeep, Random(3 * kRowElements, i), {0, i % kLayers, 3});
+    if (i % 3 == 0) {
+      rig.Start(0, Random(3 * kRowElements, 1000 + i), {0, i % kLayers, 3});
+      rig.Join(0, 3);
+    }
+  }
+  rig.Compare();
+}
+
 void TestPrefillsReachTheArenaAndComeBack(bool memory_operations,
                                           int64_t job_delay_us) {
   FakeCudaOptions fake;
@@ -177,12 +193,12 @@ void TestMisuseIsRefusedAtTheLaunch() {
     return rig.cuda().Join(rig.stream, channel, AsDevice(out.data()), dtype,
                            num_rows);
   };
-  CHECK(start(2, 1) == "channel is 2; the lane has 2");
-  CHECK(start(0, 6) == "rows has 6 rows; the lane takes max_rows=5");
+  CHECK(start(3, 1) == "channel is 3; the lane has 3");
+  CHECK(start(0, 6) == "rows has 6 rows; channel 0 takes 5");
   CHECK(join(0, Dtype::kFloat32, 1) == "channel 0 has no job started");
   CHECK(start(0, 1) == "");
   CHECK(start(0, 1) == "");
-  CHECK(start(0, 1).find("two jobs started") != Error::npos);
+  CHECK(start(0, 1).find("all its 2 slots started") != Error::npos);
   CHECK(join(0, Dtype::kBFloat16, 1) == "out is bfloat16; rows were float32");
   CHECK(join(0, Dtype::kFloat32, 2) == "out has 2 rows; start had 1");
   CHECK(rig.lane->Drain(5).empty());
@@ -401,6 +417,7 @@ int main() {
     TestPrefillsReachTheArenaAndComeBack(memory_operations, 2000);
   }
   TestTwoJobsOfAChannelMayBeInFlight();
+  TestADeepChannelIsAQueueBesideTheOthers();
   TestAFetchDoesNotWaitForItsOwnLayersStore();
   TestAWrongHdrIsTheLanesErrorAndZeros();
   TestMisuseIsRefusedAtTheLaunch();

@@ -22,6 +22,8 @@ namespace neojax {
 constexpr int kHeads = 6, kKvHeads = 2, kHeadDim = 8, kLayers = 3;
 constexpr int kRowElements = (kHeads + 2 * kKvHeads) * kHeadDim;
 constexpr int kOutElements = kHeads * kHeadDim;
+// The channel behind the two.
+constexpr int kDeep = 2, kDeepSlots = 5;
 constexpr float kPoison = 1e30f;
 
 using Floats = std::vector<float>;
@@ -66,7 +68,7 @@ struct Rig {
     return made;
   }
   static LaneOptions Options(double watchdog_seconds = 20) {
-    return {kHeads, 2, 5, 0.35f, 0.0f, 4, "", watchdog_seconds};
+    return {kHeads, 2, 5, 0.35f, 0.0f, 4, "", watchdog_seconds, kDeepSlots, 4};
   }
   CudaLane& cuda() { return *lane->cuda(); }
 
@@ -180,7 +182,7 @@ struct Rig {
   std::shared_ptr<HostKVCache> cache;
   std::shared_ptr<HostLane> lane;
   CudaStream stream;
-  std::deque<int32_t> tickets[2];
+  std::deque<int32_t> tickets[3];
   std::vector<Floats> wanted;
   std::vector<std::shared_ptr<Floats>> got;
   std::vector<std::function<void()>> spoil;

@@ -89,7 +89,8 @@ void TestBadPoolsAreRefused() {
 struct Rig {
   explicit Rig(double watchdog_seconds = 30)
       : lane(HostLane::Create(
-            cache, pool, {2, 3, 4, 1.0f, 0.0f, 4, "", watchdog_seconds})) {}
+            cache, pool,
+            {2, 3, 4, 1.0f, 0.0f, 4, "", watchdog_seconds, 5, 2})) {}
   std::shared_ptr<WorkerPool> pool = std::make_shared<WorkerPool>(2);
   std::shared_ptr<HostKVCache> cache = std::make_shared<HostKVCache>(
       CacheShape{2, 8, 1, 8, 16, Dtype::kFloat32}, pool);
@@ -141,6 +142,28 @@ void TestChannelsKeepTheirOrderUnderLoad() {
   CHECK(rig.lane->counters().jobs == 6000);
 }
 
+void TestADeepChannelIsAQueue() {
+  Rig rig;
+  rig.SetPlan(0, 1000);
+  std::vector<float> out(2 * 16);
+  std::vector<int32_t> tickets(40);
+  auto start = [&](int i) {
+    std::vector<float> rows = rig.Rows(10.0f * i);
+    return rig.lane->Start(3, rows.data(), Dtype::kFloat32, 2, {0, i % 2, 2},
+                           &tickets[i]);
+  };
+  for (int i = 0; i < 5; ++i) CHECK(start(i) == "");
+  CHECK(start(5).find("all its 5 slots started") != Error::npos);
+  for (int i = 0; i < 30; ++i) {
+    CHECK(rig.lane->Join(3, tickets[i], out.data(), Dtype::kFloat32, 2) == "");
+    CHECK(out[0] == 10.0f * i);
+    CHECK(start(i + 5) == "");
+  }
+  std::vector<float> rows(3 * rig.lane->row_elements());
+  CHECK(rig.lane->Start(3, rows.data(), Dtype::kFloat32, 3, {0, 0, 0},
+                        &tickets[0]) == "rows has 3 rows; channel 3 takes 2");
+}
+
 void TestMisuseIsAnErrorNotAHang() {
   Rig rig;
   std::vector<float> rows = rig.Rows(1), out(32);
@@ -152,11 +175,11 @@ void TestMisuseIsAnErrorNotAHang() {
   CHECK(start(0, {0, 0, 1}) == "hdr[0]: plan 0 is not set");
   rig.SetPlan(0, 2);
   CHECK(start(0, {0, 7, 1}) == "hdr[1] is layer 7; the arena has 2");
-  CHECK(start(5, {0, 0, 1}) == "channel is 5; the lane has 3");
+  CHECK(start(5, {0, 0, 1}) == "channel is 5; the lane has 4");
   CHECK(start(0, {0, 0, 3}) == "hdr[2] is n=3; rows has 2");
   CHECK(start(0, {0, 0, 1}) == "");
   CHECK(start(0, {0, 0, 1}) == "");
-  CHECK(start(0, {0, 0, 1}).find("two jobs started") != Error::npos);
+  CHECK(start(0, {0, 0, 1}).find("all its 2 slots started") != Error::npos);
   CHECK(rig.lane->Join(0, 1, out.data(), Dtype::kFloat32, 2)
             .find("joins must follow the order of starts") != Error::npos);
   CHECK(rig.lane->Join(0, 0, out.data(), Dtype::kBFloat16, 2) ==
@@ -259,6 +282,7 @@ int main() {
   neojax::TestJobsOfSeveralCallersDoNotMix();
   neojax::TestBadPoolsAreRefused();
   neojax::TestChannelsKeepTheirOrderUnderLoad();
+  neojax::TestADeepChannelIsAQueue();
   neojax::TestMisuseIsAnErrorNotAHang();
   neojax::TestALateJobIsDrained();
   neojax::TestAJobThatDoesNotEndIsNamed();
