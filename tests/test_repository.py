@@ -39,7 +39,7 @@ ARROWS = {
     "serve": {"engine", "text", "hub", "cli", "log"},
     "convert": {"hub", "models", "text"},
     "llm": {"engine", "text", "hub", "outputs"},
-    "bench": {"engine", "hub", "cli", "_cpu_paged_attn"},
+    "bench": {"engine", "hub", "cli", "serve", "text", "_cpu_paged_attn"},
     "cli": set(),
     "log": set(),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = ("kernel", "throughput")
+BENCHMARKS = ("http", "kernel", "throughput")
 
 
 def main(argv: list[str]) -> int:
