@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m neojax.bench kernel` and `throughput`."""
+"""Benchmarks: `python -m neojax.bench kernel`, `throughput`, `serve` and `sweep`."""

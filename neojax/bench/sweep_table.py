@@ -1,0 +1,70 @@
+"""The table of a sweep: medians over repeats, and each policy beside device-only."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from neojax.bench.metrics import Distribution, Summary, median_of
+from neojax.bench.report import SUMMARY_HEADER, summary_cells, table
+
+BASELINE = "device-only"
+
+
+def sweep_table(lines: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table of a sweep's JSON lines.
+
+    A ratio is the median over repeats of requests per second beside device-only's in the same
+    repeat; of runs with other settings or hardware, each has rows of its own.
+    """
+    groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for line in lines:
+        groups[_conditions(line), line["cell"]][line["policy"]].append(line)
+    rows = []
+    for (_, cell), policies in groups.items():
+        for policy, runs in policies.items():
+            summary = median_of([read_summary(run["summary"]) for run in runs])
+            counters = [run["counters"] for run in runs]
+            steps = [sum(c[name] for c in counters) for name in STEP_COUNTERS]
+            unfinished = sum(run["summary"]["num_errors"] for run in runs)
+            rows.append(
+                [
+                    f"{cell} {policy}",
+                    *summary_cells(summary),
+                    _ratio(runs, policies.get(BASELINE, [])),
+                    "/".join(map(str, steps)),
+                    str(len(runs)) + (f" ({unfinished} requests unfinished)" if unfinished else ""),
+                ]
+            )
+    header = ("cell, policy", *SUMMARY_HEADER, f"x {BASELINE}", "steps device/pipelined", "runs")
+    return table(header, rows)
+
+
+STEP_COUNTERS = ("steps_device_only", "steps_pipelined")
+
+
+def read_summary(fields: dict[str, Any]) -> Summary:
+    """A summary from its JSON object."""
+    read: dict[str, Any] = {
+        name: Distribution(**value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+    }
+    return Summary(**read)
+
+
+def _conditions(line: dict[str, Any]) -> str:
+    return f"{line['hardware']} {sorted(line['settings'].items())}"
+
+
+def _ratio(runs: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> str:
+    base = {run["repeat"]: run["summary"]["requests_per_s"] for run in baseline}
+    ratios = [
+        run["summary"]["requests_per_s"] / base[run["repeat"]]
+        for run in runs
+        if run["repeat"] in base
+    ]
+    return f"{statistics.median(ratios):.3f}" if ratios else "-"
