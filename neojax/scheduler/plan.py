@@ -80,6 +80,11 @@ class Swap:
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
 
+    @property
+    def is_out(self) -> bool:
+        """From the device to the host."""
+        return self.placement_to is Placement.HOST
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:

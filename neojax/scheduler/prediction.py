@@ -1,0 +1,158 @@
+"""How long a step takes: two queues, the device and the host, and a layer's work on each.
+
+    device | linear b0 (i) | attention b0 (i+1) | linear b1 (i) | linear b0 (i+1) | ...
+    host   |  attention of b1 (layer i)  | attention of b0's host rows (i+1)  | b1 (i+1) ...
+
+A stage waits for the stage before it on its own queue, and a linear stage also for the host's
+attention of its own rows. In the steady state each layer adds the longest cycle of such waits.
+Nothing here knows of requests or queues.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from neojax.scheduler.corrections import Corrections
+from neojax.scheduler.costs import CostTables
+from neojax.scheduler.plan import Mode, Plan, Prediction, SubBatch
+
+
+class Load(NamedTuple):
+    """What a sub-batch asks of the two lanes."""
+
+    chunks: tuple[tuple[int, int], ...] = ()  # tokens of each prefill chunk, context at its end
+    num_decodes: int = 0  # on the device
+    decode_context: int = 0  # sum of their contexts
+    num_host_rows: int = 0
+    host_context: int = 0  # sum of their contexts
+    store_tokens: int = 0  # of HOST chunks
+    fetch_tokens: int = 0  # before HOST chunks
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the linear stages."""
+        return sum(tokens for tokens, _ in self.chunks) + self.num_decodes + self.num_host_rows
+
+    @classmethod
+    def of(cls, batch: SubBatch) -> Load:
+        """The load of a sub-batch."""
+        host_chunks = batch.host_chunks
+        return cls(
+            tuple((row.num_tokens, row.stop) for row in batch.chunks),
+            len(batch.decodes),
+            sum(row.stop for row in batch.decodes),
+            len(batch.host_decodes),
+            sum(row.stop for row in batch.host_decodes),
+            sum(row.num_tokens for row in host_chunks),
+            sum(row.start.token for row in host_chunks),
+        )
+
+
+IDLE = Load()
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of one layer's parts. The paper's terms (section 3) are named beside ours."""
+
+    linear0: float  # T_l0, hop included
+    linear1: float  # T_l1, hop included
+    attention0: float  # T_ga0: device attention of b0
+    host0: float  # T_ca0
+    host1: float  # T_ca1
+    copies_down: float = 0.0  # device to host, on a queue of their own
+    copies_up: float = 0.0
+
+
+def layer_period(t: LayerTimes) -> float:
+    """Seconds that each further layer adds in the steady state.
+
+    The maximum over the cycles of waits: each queue's own work; a sub-batch's linear stage and
+    its host rows' attention, which wait for each other; the copies. Longer cycles, over both
+    sub-batches, are means of these.
+    """
+    return max(
+        t.linear0 + t.attention0 + t.linear1,
+        t.host0 + t.host1,
+        t.linear0 + t.host0,
+        t.linear1 + t.host1,
+        t.copies_down,
+        t.copies_up,
+    )
+
+
+def paper_period(t: LayerTimes) -> float:
+    """The paper's T/L: both lanes meet after each stage, so slack of one does not help the next."""
+    return max(t.linear0, t.host1) + max(t.linear1 + t.attention0, t.host0)
+
+
+class Predictor:
+    """Cost tables and what the measured steps have taught about them."""
+
+    def __init__(self, tables: CostTables) -> None:
+        self.tables = tables
+        self.corrections = Corrections()
+
+    def layer_times(
+        self, mode: Mode, b0: Load, b1: Load = IDLE, swap_out: int = 0, swap_in: int = 0
+    ) -> LayerTimes:
+        """One layer's parts, host attention corrected by what was measured.
+
+        swap_out, swap_in: tokens that move during the step.
+        """
+        c = self.tables
+        linear, host = c.linear[mode], self.corrections.host_attention
+        attention = c.device_decode(b0.num_decodes, b0.decode_context)
+        for tokens, context in b0.chunks:
+            attention += c.prefill_attention(tokens, context)
+        fetch = c.fetch(b0.fetch_tokens)
+        return LayerTimes(
+            linear0=linear(b0.num_rows) + c.hop(b0.num_host_rows),
+            linear1=linear(b1.num_rows) + c.hop(b1.num_host_rows),
+            # A chunk's attention waits for its prefix.
+            attention0=attention + fetch,
+            host0=host * c.host_decode(b0.num_host_rows, b0.host_context),
+            host1=host * c.host_decode(b1.num_host_rows, b1.host_context),
+            copies_down=c.store(b0.store_tokens) + c.swap_out(swap_out),
+            copies_up=fetch + c.swap_in(swap_in),
+        )
+
+    def seconds(
+        self, mode: Mode, b0: Load, b1: Load = IDLE, swap_out: int = 0, swap_in: int = 0
+    ) -> float:
+        """Predicted seconds of a step."""
+        times = self.layer_times(mode, b0, b1, swap_out, swap_in)
+        return self._step(mode, layer_period(times), b0, b1)
+
+    def paper_seconds(self, b0: Load, b1: Load) -> float:
+        """Seconds of a PIPELINED step by the paper's formula."""
+        times = self.layer_times(Mode.PIPELINED, b0, b1)
+        return self._step(Mode.PIPELINED, paper_period(times), b0, b1)
+
+    def predict(self, plan: Plan, device_only_s: float | None = None) -> Prediction:
+        """A plan's seconds, term by term."""
+        b0, b1 = Load.of(plan.b0), Load.of(plan.b1)
+        moved = {True: 0, False: 0}
+        for swap in plan.swaps:
+            moved[swap.is_out] += swap.num_tokens
+        c, mode = self.tables, plan.mode
+        times = self.layer_times(mode, b0, b1, moved[True], moved[False])
+        hop = c.hop(b0.num_host_rows) + c.hop(b1.num_host_rows)
+        fetch = c.fetch(b0.fetch_tokens)
+        return Prediction(
+            step_s=self._step(mode, layer_period(times), b0, b1),
+            linear_s=c.num_layers * (times.linear0 + times.linear1 - hop),
+            device_attention_s=c.num_layers * (times.attention0 - fetch),
+            host_attention_s=c.num_layers * (times.host0 + times.host1),
+            hop_s=c.num_layers * hop,
+            copies_s=c.num_layers * (times.copies_down + times.copies_up),
+            per_step_s=self._per_step(mode, b0, b1),
+            device_only_s=device_only_s,
+        )
+
+    def _step(self, mode: Mode, period: float, b0: Load, b1: Load) -> float:
+        seconds = self.tables.num_layers * period + self._per_step(mode, b0, b1)
+        return self.corrections.step[mode] * seconds
+
+    def _per_step(self, mode: Mode, b0: Load, b1: Load) -> float:
+        table = self.tables.per_step[mode]
+        return table(b0.num_rows) + table(b1.num_rows)
