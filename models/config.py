@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 
 from neojax.models.rope_scaling import (
     Llama3RopeScaling,
+    LongRopeScaling,
     PerFrequencyRopeScaling,
     RopeScaling,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +38,16 @@ class ModelConfig:
     """The query, key and value projections have a bias (Qwen2)."""
     qk_norm: bool = False
     """Each query and key head is normalised before it is rotated (Qwen3)."""
+    sliding_window: int | None = None
+    """Tokens that every layer looks back, its own included (Mistral, Phi-3); None: all."""
+    fused_projections: bool = False
+    """The checkpoint holds q, k, v as one tensor, and gate and up as another (Phi-3)."""
     name: str = "model"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.type == "int" and getattr(self, field.name) < 1:
-                value = getattr(self, field.name)
+            value = getattr(self, field.name)
+            if field.type in ("int", "int | None") and value is not None and value < 1:
                 raise ValueError(f"{self.name}: {field.name} must be above 0, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -55,16 +57,23 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"{self.name}: rope needs an even head_dim, got {self.head_dim}")
         match self.rope_scaling:
-            case PerFrequencyRopeScaling(factors) if len(factors) != self.head_dim // 2:
-                raise ValueError(
-                    f"{self.name}: {len(factors)} rope factors for head_dim {self.head_dim}, "
-                    f"which has {self.head_dim // 2} frequencies"
-                )
+            case PerFrequencyRopeScaling(factors):
+                self._check_num_factors(factors)
+            case LongRopeScaling(short, long):
+                self._check_num_factors(short)
+                self._check_num_factors(long)
             case Llama3RopeScaling(_, low, high, _) if low >= high:
                 raise ValueError(
                     f"{self.name}: llama3 rope needs low_freq_factor < high_freq_factor, "
                     f"got {low} and {high}"
                 )
+
+    def _check_num_factors(self, factors: tuple[float, ...]) -> None:
+        if len(factors) != self.head_dim // 2:
+            raise ValueError(
+                f"{self.name}: {len(factors)} rope factors for head_dim {self.head_dim}, "
+                f"which has {self.head_dim // 2} frequencies"
+            )
 
     @property
     def q_size(self) -> int:
@@ -84,6 +93,13 @@ class ModelConfig:
         block += self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.qk_norm * 2 * self.head_dim
         return self.num_layers * block + d * (self.vocab_size * (2 - self.tie_embeddings) + 1)
 
+    def limited_to(self, max_model_len: int | None) -> ModelConfig:
+        """The same model for contexts of at most `max_model_len` tokens (None: its own), which
+        decides between the factors of a LongRopeScaling."""
+        if max_model_len is None or max_model_len >= self.max_position_embeddings:
+            return self
+        return dataclasses.replace(self, max_position_embeddings=max_model_len)
+
     @classmethod
     def from_checkpoint(cls, path: Path) -> ModelConfig:
         """Read config.json of a directory, or a GGUF file's metadata.
@@ -98,19 +114,3 @@ class ModelConfig:
         from neojax.models import hf_config
 
         return hf_config.read_config(path)
-
-
-def full_attention_context(context: int, window: int | None) -> int:
-    """Longest context served of a model whose layers look back `window` tokens (None: all).
-
-    Within the window every token sees all before it, so that full attention is exact.
-    """
-    if window is None or window >= context:
-        return context
-    log.warning(
-        "context limited to %d of %d tokens: the model attends through a sliding window of that "
-        "length, and only full attention is supported",
-        window,
-        context,
-    )
-    return window

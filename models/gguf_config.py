@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from neojax.models.config import ModelConfig, full_attention_context
+from neojax.models.config import ModelConfig
 from neojax.models.gguf_file import GgufFile, open_gguf
 from neojax.models.rope_scaling import LinearRopeScaling, PerFrequencyRopeScaling, RopeScaling
 
@@ -50,9 +50,8 @@ def read_config(path: Path) -> ModelConfig:
         rms_norm_eps=float(str(np.float32(model.require("attention.layer_norm_rms_epsilon")))),
         rope_theta=model.get("rope.freq_base", 10000.0),
         rope_scaling=_rope_scaling(model),
-        max_position_embeddings=full_attention_context(
-            model.require("context_length"), model.get("attention.sliding_window")
-        ),
+        max_position_embeddings=model.require("context_length"),
+        sliding_window=model.get("attention.sliding_window"),
         tie_embeddings="output.weight" not in file.tensors,
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",

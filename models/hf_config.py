@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
-from neojax.models.config import ModelConfig, full_attention_context
+from neojax.models.config import ModelConfig
 from neojax.models.rope_scaling import (
+    DynamicRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,
+    LongRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
+
+log = logging.getLogger(__name__)
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
 }
+_ROPE_TYPES = "default, linear, dynamic, yarn, llama3, longrope"
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -49,7 +56,7 @@ def read_config(directory: Path) -> ModelConfig:
 def parse_config(raw: dict[str, Any], name: str) -> ModelConfig:
     """Config from the contents of config.json."""
     kind = _model_type(raw)
-    window = _sliding_window(raw, kind)
+    window, windowed_layers = _sliding_window(raw, kind)
     # Elsewhere null stands for "the default" in configs written by transformers.
     raw = {key: value for key, value in raw.items() if value is not None}
     _refuse_unsupported(raw)
@@ -70,9 +77,18 @@ def parse_config(raw: dict[str, Any], name: str) -> ModelConfig:
             f"head_dim is missing and hidden_size {hidden_size} is not a multiple of "
             f"num_attention_heads {num_heads}"
         )
-    theta, scaling = _rope(raw)
-    # Qwen's classes have defaults of their own.
+    theta, scaling = _rope(raw, kind)
+    # Qwen's and Phi-3's classes have defaults of their own.
     default_head_dim = 128 if kind == "qwen3" else hidden_size // num_heads
+    context = _context(raw, scaling)
+    if window is not None and window < context and windowed_layers < raw["num_hidden_layers"]:
+        # Within the window every token sees all before it: there, full attention is exact.
+        log.warning(
+            "%s: context limited to %d of %d tokens: %d of %d layers attend through a sliding "
+            "window of that length, and windows that differ by layer are not supported",
+            *(name, window, context, windowed_layers, raw["num_hidden_layers"]),
+        )
+        context, window = window, None
     return ModelConfig(
         vocab_size=raw["vocab_size"],
         hidden_size=hidden_size,
@@ -81,13 +97,15 @@ def parse_config(raw: dict[str, Any], name: str) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads", num_heads),
         head_dim=raw.get("head_dim", default_head_dim),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-5 if kind == "phi3" else 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=_context(raw, scaling, window),
+        max_position_embeddings=context,
+        sliding_window=None if window is None or window >= context else window,
         tie_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
+        fused_projections=kind == "phi3",
         name=name,
     )
 
@@ -119,34 +137,41 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         )
 
 
-def _sliding_window(raw: dict[str, Any], kind: str) -> int | None:
-    """Tokens that a layer looks back, where the model restricts it. Null means that it does not."""
+def _sliding_window(raw: dict[str, Any], kind: str) -> tuple[int | None, int]:
+    """Tokens that a layer looks back, null meaning all, and how many layers do so."""
+    num_layers = raw.get("num_hidden_layers") or 0
     if kind == "mistral":
-        return raw.get("sliding_window", 4096)
+        return raw.get("sliding_window", 4096), num_layers
+    if kind == "phi3":
+        return raw.get("sliding_window"), num_layers
     if kind in ("qwen2", "qwen3") and raw.get("use_sliding_window"):
-        return raw.get("sliding_window", 4096)
-    return None
+        num_windowed = num_layers - raw.get("max_window_layers", 28)  # the first ones see all
+        if num_windowed > 0:
+            return raw.get("sliding_window", 4096), num_windowed
+    return None, 0
 
 
-def _context(raw: dict[str, Any], scaling: RopeScaling | None, window: int | None) -> int:
-    """Longest context: what yarn stretches it to, but no longer than a sliding window."""
+def _context(raw: dict[str, Any], scaling: RopeScaling | None) -> int:
+    """Longest context, in tokens: what the scaling stretches it to."""
     context = raw.get("max_position_embeddings", 2048)
-    if isinstance(scaling, YarnRopeScaling):
+    if isinstance(scaling, YarnRopeScaling | DynamicRopeScaling):
         stretched = int(scaling.factor * scaling.original_max_position_embeddings)
         context = max(context, stretched)
-    return full_attention_context(context, window)
+    return context
 
 
-def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(raw: dict[str, Any], kind: str) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from rope_parameters (transformers 5) or the older top-level keys."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope = {key: value for key, value in rope.items() if value is not None}
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "phi3" and rope_type in ("su", "yarn"):  # what longrope was called at first
+        rope_type = "longrope"
     try:
-        match kind:
+        match rope_type:
             case "default":
                 return theta, None
             case "linear":
@@ -160,18 +185,38 @@ def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
                 )
             case "yarn":
                 return theta, _yarn(rope, raw)
+            case "dynamic":
+                return theta, DynamicRopeScaling(
+                    factor=float(rope["factor"]),
+                    original_max_position_embeddings=int(raw["max_position_embeddings"]),
+                )
+            case "longrope":
+                return theta, _longrope(rope, raw)
     except KeyError as error:
-        raise ValueError(f"rope type {kind!r} needs {error.args[0]}") from error
-    raise ValueError(
-        f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn"
+        raise ValueError(f"rope type {rope_type!r} needs {error.args[0]}") from error
+    raise ValueError(f"rope type {rope_type!r} is not supported; supported: {_ROPE_TYPES}")
+
+
+def _original_context(rope: dict[str, Any], raw: dict[str, Any]) -> int:
+    key = "original_max_position_embeddings"
+    return int(raw.get(key, rope.get(key, raw.get("max_position_embeddings", 2048))))
+
+
+def _longrope(rope: dict[str, Any], raw: dict[str, Any]) -> LongRopeScaling:
+    original = _original_context(rope, raw)
+    attention = rope.get("attention_factor")
+    if attention is None:
+        factor = float(rope.get("factor", raw["max_position_embeddings"] / original))
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        short_factors=tuple(map(float, rope["short_factor"])),
+        long_factors=tuple(map(float, rope["long_factor"])),
+        original_max_position_embeddings=original,
+        attention_factor=float(attention),
     )
 
 
 def _yarn(rope: dict[str, Any], raw: dict[str, Any]) -> YarnRopeScaling:
-    original = raw.get(
-        "original_max_position_embeddings",
-        rope.get("original_max_position_embeddings", raw.get("max_position_embeddings", 2048)),
-    )
     factor = float(rope["factor"])
 
     def growth(scale: float) -> float:
@@ -183,7 +228,7 @@ def _yarn(rope: dict[str, Any], raw: dict[str, Any]) -> YarnRopeScaling:
         attention = growth(top) / growth(bottom) if top and bottom else growth(1.0)
     return YarnRopeScaling(
         factor=factor,
-        original_max_position_embeddings=int(original),
+        original_max_position_embeddings=_original_context(rope, raw),
         attention_factor=float(attention),
         beta_fast=float(rope.get("beta_fast") or 32.0),
         beta_slow=float(rope.get("beta_slow") or 1.0),

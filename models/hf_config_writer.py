@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from neojax.models.config import ModelConfig
-from neojax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
+from neojax.models.rope_scaling import (
+    DynamicRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    YarnRopeScaling,
+)
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -13,7 +19,11 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Raises ValueError for a rope that config.json cannot express.
     """
-    family = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    scaling = config.rope_scaling
+    context = config.max_position_embeddings
+    if isinstance(scaling, DynamicRopeScaling):  # there the key means the original context
+        context = scaling.original_max_position_embeddings
+    family = _family(config)
     return {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": family.lower(),
@@ -28,10 +38,21 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope_scaling(config),
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": context,
+        "sliding_window": config.sliding_window,
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": dtype,
     }
+
+
+def _family(config: ModelConfig) -> str:
+    if config.qk_norm:
+        return "Qwen3"
+    if config.qkv_bias:
+        return "Qwen2"
+    if config.fused_projections:
+        return "Phi3"
+    return "Mistral" if config.sliding_window else "Llama"
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
@@ -57,6 +78,16 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
                 "beta_fast": fast,
                 "beta_slow": slow,
                 "truncate": truncate,
+            }
+        case DynamicRopeScaling(factor, _):
+            return {"rope_type": "dynamic", "factor": factor}
+        case LongRopeScaling(short, long, original, attention_factor):
+            return {
+                "rope_type": "longrope",
+                "short_factor": list(short),
+                "long_factor": list(long),
+                "original_max_position_embeddings": original,
+                "attention_factor": attention_factor,
             }
     raise ValueError(
         f"{config.name} scales each rope frequency by a factor of its own, as GGUF files of Llama "

@@ -1,4 +1,4 @@
-"""The Llama decoder and its kin (Mistral, Qwen2, Qwen3).
+"""The Llama decoder and its kin (Mistral, Qwen2, Qwen3, Phi-3).
 
 Where keys and values live is the business of the `attend` hook alone.
 """
@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from neojax.models.config import ModelConfig
 from neojax.models.layers import Linear, RMSNorm, project, random_weight
-from neojax.models.rope import rotate
-from neojax.models.rope_scaling import attention_factor, inverse_frequencies
+from neojax.models.rope import angles, rotate
 
 Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [T, N, H], k [T, K, H], v [T, K, H]) -> [T, N, H]. k is already rotated."""
@@ -67,10 +66,8 @@ class LlamaBlock(nnx.Module):
         q, k, v = jnp.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        frequencies = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        factor = attention_factor(c.rope_scaling)
-        q, k = (rotate(heads, positions, frequencies, factor) for heads in (q, k))
-        return q, k, v
+        turns = angles(positions, c)  # [T, H/2]
+        return rotate(q, turns, c), rotate(k, turns, c), v
 
 
 class LlamaEnds(nnx.Module):

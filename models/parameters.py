@@ -25,7 +25,7 @@ def checkpoint_parts(config: ModelConfig) -> dict[str, Part]:
     """Every tensor a checkpoint must hold, by its Hugging Face name.
 
     Projections that are multiplied together are fused: q, k, v are rows of one parameter, and so
-    are gate and up.
+    are gate and up. Phi-3's checkpoints hold them so already.
     """
     d, f = config.hidden_size, config.intermediate_size
     q, kv = config.q_size, config.kv_size
@@ -37,15 +37,23 @@ def checkpoint_parts(config: ModelConfig) -> dict[str, Part]:
         parts["lm_head.weight"] = Part(("ends", "lm_head"), (config.vocab_size, d))
     block = {
         "input_layernorm.weight": (("input_norm", "weight"), (d,), 0),
-        "self_attn.q_proj.weight": (("qkv", "weight"), (q, d), 0),
-        "self_attn.k_proj.weight": (("qkv", "weight"), (kv, d), q),
-        "self_attn.v_proj.weight": (("qkv", "weight"), (kv, d), q + kv),
         "self_attn.o_proj.weight": (("o", "weight"), (d, q), 0),
         "post_attention_layernorm.weight": (("post_norm", "weight"), (d,), 0),
-        "mlp.gate_proj.weight": (("gate_up", "weight"), (f, d), 0),
-        "mlp.up_proj.weight": (("gate_up", "weight"), (f, d), f),
         "mlp.down_proj.weight": (("down", "weight"), (d, f), 0),
     }
+    if config.fused_projections:
+        block |= {
+            "self_attn.qkv_proj.weight": (("qkv", "weight"), (q + 2 * kv, d), 0),
+            "mlp.gate_up_proj.weight": (("gate_up", "weight"), (2 * f, d), 0),
+        }
+    else:
+        block |= {
+            "self_attn.q_proj.weight": (("qkv", "weight"), (q, d), 0),
+            "self_attn.k_proj.weight": (("qkv", "weight"), (kv, d), q),
+            "self_attn.v_proj.weight": (("qkv", "weight"), (kv, d), q + kv),
+            "mlp.gate_proj.weight": (("gate_up", "weight"), (f, d), 0),
+            "mlp.up_proj.weight": (("gate_up", "weight"), (f, d), f),
+        }
     if config.qkv_bias:
         block |= {
             "self_attn.q_proj.bias": (("qkv", "bias"), (q,), 0),

@@ -46,14 +46,47 @@ class YarnRopeScaling:
     truncate: bool = True
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DynamicRopeScaling:
+    """Kept up to the original context; beyond it theta grows with the length (dynamic NTK).
+
+    A token at position i turns as the last one of a sequence of i + 1 tokens, which is what
+    transformers computes while it generates. It must not depend on what follows: the key stays in
+    the cache as it is.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Each frequency divided by its own factor: a short one where the context served is the
+    original one, a long one otherwise. Queries and keys grow by `attention_factor`."""
+
+    short_factors: tuple[float, ...]  # [H/2]
+    long_factors: tuple[float, ...]  # [H/2]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
 RopeScaling: TypeAlias = (
-    LinearRopeScaling | Llama3RopeScaling | PerFrequencyRopeScaling | YarnRopeScaling
+    LinearRopeScaling
+    | Llama3RopeScaling
+    | PerFrequencyRopeScaling
+    | YarnRopeScaling
+    | DynamicRopeScaling
+    | LongRopeScaling
 )
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Angle per position of each pair of a head, float32 [H/2].
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, context: int = 0
+) -> np.ndarray:
+    """Angle per position of each pair of a head, float32 [H/2]; of a dynamic scaling, that within
+    the original context.
 
+    context: longest context served, in tokens; LongRopeScaling depends on it.
     Computed in float64 and rounded once: at position 8192 an error of one float32 ulp in a
     frequency is already 5e-4 of a radian.
     """
@@ -67,14 +100,17 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
             frequencies = _llama3_frequencies(frequencies, scaling)
         case YarnRopeScaling():
             frequencies = _yarn_frequencies(frequencies, theta, scaling)
-        case None:
+        case LongRopeScaling(short, long, original):
+            frequencies = frequencies / np.asarray(long if context > original else short)
+        case DynamicRopeScaling() | None:
             pass
     return frequencies.astype(np.float32)
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
     """What rotated queries and keys are multiplied by."""
-    return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
+    has_factor = isinstance(scaling, YarnRopeScaling | LongRopeScaling)
+    return scaling.attention_factor if has_factor else 1.0
 
 
 def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:

@@ -56,7 +56,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
     )
     model = load_model(
         checkpoint,
-        model_config,
+        model_config.limited_to(config.max_model_len),
         dtype=dtype,
         load_format=config.load_format,
         seed=config.seed,

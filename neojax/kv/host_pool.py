@@ -37,10 +37,13 @@ class HostPool:
         num_heads: int,
         max_rows: int,
         scale: float,
+        window: int | None = None,
         max_chunk_tokens: int,
         num_threads: int | None,
     ) -> None:
+        """window: tokens that each token looks back, its own included; None: all."""
         host_attention.ensure_registered()
+        self._window = window or 0
         self.num_blocks = num_blocks
         self._workers = native.WorkerPool(num_threads)
         self._cache = native.HostKVCache(
@@ -93,6 +96,7 @@ class HostPool:
             plan.chunks,
             plan.chunk_tables,
             uses,
+            window=self._window,
         )
         self._next_plan = (self._next_plan + 1) % NUM_PLANS
 

@@ -88,6 +88,7 @@ class Geometry(NamedTuple):
     head_dim: int
     block_size: int
     dtype: str
+    window: int | None = None  # tokens that each token looks back, its own included; None: all
 
 
 def device_attention(

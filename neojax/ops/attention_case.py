@@ -83,7 +83,9 @@ def make(
         positions = start + np.arange(n)
         slots = table[positions // geometry.block_size], positions % geometry.block_size
         new64[:, here] = k64[slots], v64[slots]
-        expected[here] = attention_ref.attend(q64[here], k64, v64, table, positions)
+        expected[here] = attention_ref.attend(
+            q64[here], k64, v64, table, positions, geometry.window
+        )
         token += n
     new = NewRows(*(jnp.asarray(x, geometry.dtype) for x in new64))
     return Case(q, k_pool, v_pool, tiles, rows, new, expected)

@@ -25,7 +25,7 @@ MAX_HEAD_DIM = 256
 def choose(implementation: Implementation | None, geometry: Geometry | None) -> DeviceAttention:
     """See `attention.device_attention`."""
     is_gpu = jax.default_backend() == "gpu"
-    xla = DeviceAttention("xla", load("xla"))
+    xla = DeviceAttention("xla", load("xla", None if geometry is None else geometry.window))
     if implementation == "xla" or (implementation is None and not is_gpu):
         return xla
     reasons = []
@@ -36,7 +36,7 @@ def choose(implementation: Implementation | None, geometry: Geometry | None) -> 
             reason = _failure(name, geometry)
             if reason is None:
                 logger.info("Device attention: %s.", name)
-                return DeviceAttention(name, load(name))
+                return DeviceAttention(name, load(name, geometry.window))
         reasons.append(f"{name}: {reason}")
     if implementation is not None:
         raise ValueError(
@@ -47,21 +47,24 @@ def choose(implementation: Implementation | None, geometry: Geometry | None) -> 
     return xla
 
 
-def load(name: Implementation, *, is_test: bool = False) -> Attend:
+def load(name: Implementation, window: int | None = None, *, is_test: bool = False) -> Attend:
     """An implementation, unchecked; for a test, with every path taken however small the step.
+
+    window: tokens that each token looks back; None: all.
 
     Imported only when needed: a jax that lost one of them still serves with another.
     """
     if name == "xla":
         is_static = jax.default_backend() == "gpu"
-        return functools.partial(attention_xla.attend, is_static=is_static)
+        return functools.partial(attention_xla.attend, window=window, is_static=is_static)
     if name == "pallas":
         from neojax.ops import attention_pallas
 
-        return attention_pallas.attend
+        return functools.partial(attention_pallas.attend, window=window)
     from neojax.ops import attention_cudnn
 
-    return functools.partial(attention_cudnn.attend, **({"min_tokens": 0} if is_test else {}))
+    more = {"min_tokens": 0} if is_test else {}
+    return functools.partial(attention_cudnn.attend, window=window, **more)
 
 
 def _unsupported(name: Implementation, geometry: Geometry | None) -> str | None:
@@ -96,7 +99,7 @@ def _failure(name: Implementation, geometry: Geometry) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Pallas's, of its backend
-            out = jax.jit(load(name, is_test=True))(*case.arguments)
+            out = jax.jit(load(name, geometry.window, is_test=True))(*case.arguments)
             error = case.error(out)
     except Exception as e:  # whatever a private or deprecated interface may raise
         return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"

@@ -31,19 +31,20 @@ def attend(
     decodes: Decodes | None,
     new: NewRows | None = None,
     *,
+    window: int | None = None,
     min_tokens: int = MIN_TOKENS,
 ) -> Float[Array, "T N H"]:
     """See `attention.DeviceAttention`. Steps below `min_tokens` take the Pallas kernel alone."""
     if tiles is None or new is None or len(q) < min_tokens:
-        return attention_pallas.attend(q, k_pool, v_pool, tiles, decodes)
+        return attention_pallas.attend(q, k_pool, v_pool, tiles, decodes, window=window)
     with jax.named_scope("prefill_attention"):
-        chunks = chunks_of(tiles, len(q))
+        chunks = chunks_of(tiles, len(q), window)
         done = first_chunks(q, new, chunks)
         left = tiles._replace(length=jnp.where(chunks.is_first[tiles.row], 0, tiles.length))
-        out = attention_pallas.prefill(q, k_pool, v_pool, left, done, chunks.stop)
+        out = attention_pallas.prefill(q, k_pool, v_pool, left, done, chunks.stop, window=window)
     if decodes is None:
         return out
-    return attention_pallas.add_decodes(q, out, k_pool, v_pool, tiles, decodes)
+    return attention_pallas.add_decodes(q, out, k_pool, v_pool, tiles, decodes, window=window)
 
 
 class Chunks(NamedTuple):
@@ -51,7 +52,7 @@ class Chunks(NamedTuple):
 
     token: Int[Array, "C"]  # index of the first token; of no chunk: the number of tokens
     length: Int[Array, "C"]
-    is_first: jax.Array  # bool[C] the chunk starts its sequence
+    is_first: jax.Array  # bool[C] the chunk starts its sequence, and no window cuts it
     stop: Int[Array, ""]  # index behind the last chunk's last token
 
 
@@ -73,7 +74,7 @@ def first_chunks(q: Float[Array, "T N H"], new: NewRows, chunks: Chunks) -> Floa
     return (out[0] if isinstance(out, (tuple, list)) else out)[0]
 
 
-def chunks_of(tiles: Tiles, num_tokens: int) -> Chunks:
+def chunks_of(tiles: Tiles, num_tokens: int, window: int | None = None) -> Chunks:
     """The chunks that tiles were cut from; other tokens may lie between them."""
     rows = jnp.arange(len(tiles.tables), dtype=jnp.int32)
     is_used = jnp.arange(len(tiles.row), dtype=jnp.int32) < tiles.count
@@ -81,5 +82,7 @@ def chunks_of(tiles: Tiles, num_tokens: int) -> Chunks:
     length = jnp.where(is_mine, tiles.length[None], 0).sum(axis=1)
     token = jnp.where(is_mine, tiles.token[None], num_tokens).min(axis=1)
     is_first = (is_mine & (tiles.position[None] == 0)).any(axis=1)
+    if window is not None:
+        is_first &= length <= window
     stop = jnp.where(length > 0, token + length, 0).max()
     return Chunks(token, length, is_first, stop)

@@ -65,16 +65,17 @@ def attend(
     decodes: Decodes | None,
     new: NewRows | None = None,
     *,
+    window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T N H"]:
     """See `attention.DeviceAttention`."""
     out = None
     if tiles is not None:
         with jax.named_scope("prefill_attention"):
-            out = prefill(q, k_pool, v_pool, tiles, interpret=interpret)
+            out = prefill(q, k_pool, v_pool, tiles, window=window, interpret=interpret)
     if decodes is None:
         return jnp.zeros_like(q) if out is None else out
-    return add_decodes(q, out, k_pool, v_pool, tiles, decodes, interpret=interpret)
+    return add_decodes(q, out, k_pool, v_pool, tiles, decodes, window=window, interpret=interpret)
 
 
 def add_decodes(
@@ -85,12 +86,13 @@ def add_decodes(
     tiles: Tiles | None,
     decodes: Decodes,
     *,
+    window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T N H"]:
     """`out`, None without tiles, with the decode rows attended."""
     with jax.named_scope("decode_attention"):
         rows = attention.decode_queries(q, tiles, decodes)
-        rows = decode(rows, k_pool, v_pool, decodes, interpret=interpret)
+        rows = decode(rows, k_pool, v_pool, decodes, window=window, interpret=interpret)
         return attention.with_decodes(out, rows, decodes, len(q))
 
 
@@ -102,6 +104,7 @@ def prefill(
     done: Float[Array, "T N H"] | None = None,
     num_done: Int[Array, ""] | None = None,
     *,
+    window: int | None = None,
     tuning: Tuning | None = None,
     tile: int = TILE,
     interpret: bool = False,
@@ -126,6 +129,7 @@ def prefill(
         tile=tile,
         block_size=block_size,
         keys=tuning.keys,
+        window=window,
     )
     out = pl.pallas_call(
         kernel,
@@ -158,6 +162,7 @@ def decode(
     v_pool: Float[Array, "P p K H"],
     decodes: Decodes,
     *,
+    window: int | None = None,
     tuning: Tuning | None = None,
     spans: int | None = None,
     interpret: bool = False,
@@ -178,6 +183,7 @@ def decode(
         block_size=block_size,
         keys=tuning.keys,
         spans=spans,
+        window=window,
     )
     dtype = q.dtype if spans == 1 else jnp.float32
     out, lse = pl.pallas_call(
@@ -276,6 +282,7 @@ def _prefill_kernel(
     tile: int,
     block_size: int,
     keys: int,
+    window: int | None,
 ) -> None:
     o_ref = o_refs[-1]  # behind the array it shares its memory with, if any
     num_tiles = token_ref.shape[0]
@@ -319,17 +326,20 @@ def _prefill_kernel(
             block_size,
             keys,
         ),
+        window,
     )
+    masked = functools.partial(accumulate.masked, position + token, stop)
     carry = accumulate.start()
     # Blocks that every query of the tile sees whole need no mask.
     whole = jnp.where(length > 0, (position + 1) // keys, 0)
-    carry = lax.fori_loop(0, whole, accumulate.whole, carry)
-    carry = lax.fori_loop(
-        whole,
-        pl.cdiv(stop, keys),
-        functools.partial(accumulate.masked, position + token, stop),
-        carry,
-    )
+    first = 0
+    if window is not None:
+        left = jnp.maximum(position + 1 - window, 0) // keys  # the first query's first block
+        first = jnp.maximum(pl.cdiv(jnp.maximum(stop - window, 0), keys), left)
+        whole = jnp.maximum(whole, first)
+        carry = lax.fori_loop(left, jnp.minimum(first, pl.cdiv(stop, keys)), masked, carry)
+    carry = lax.fori_loop(first, whole, accumulate.whole, carry)
+    carry = lax.fori_loop(whole, pl.cdiv(stop, keys), masked, carry)
     _, total, acc = carry
     o = acc / jnp.maximum(total, 1e-30)[:, None]
     plgpu.store(_block(o_ref, where), o.astype(o_ref.dtype), mask=mask)
@@ -348,6 +358,7 @@ def _decode_kernel(
     block_size: int,
     keys: int,
     spans: int,
+    window: int | None,
 ) -> None:
     program, span, row = (pl.program_id(axis) for axis in range(3))
     length = lengths_ref[row]
@@ -361,15 +372,24 @@ def _decode_kernel(
         _PagedRows(
             k_ref, v_ref, tables_ref, row, heads.kv_head(program), heads.head_dim, block_size, keys
         ),
+        window,
     )
-    blocks = pl.cdiv(length, keys)
-    per_span = pl.cdiv(blocks, spans)
-    first = jnp.minimum(span * per_span, blocks)
-    stop = jnp.minimum(first + per_span, blocks)
-    whole = jnp.clip(length // keys, first, stop)
-    carry = lax.fori_loop(first, whole, accumulate.whole, accumulate.start())
     everywhere = jnp.zeros(heads.per_program, jnp.int32) + (length - 1)
     masked = functools.partial(accumulate.masked, everywhere, length)
+    carry = accumulate.start()
+    blocks = pl.cdiv(length, keys)
+    # Tokens behind the window, and the blocks that hold nothing else.
+    hidden = 0 if window is None else jnp.maximum(length - window, 0)
+    skipped = hidden // keys
+    per_span = pl.cdiv(blocks - skipped, spans)
+    first = jnp.minimum(skipped + span * per_span, blocks)
+    stop = jnp.minimum(first + per_span, blocks)
+    if window is not None:
+        seen = jnp.clip(pl.cdiv(hidden, keys), first, stop)
+        carry = lax.fori_loop(first, seen, masked, carry)
+        first = seen
+    whole = jnp.clip(length // keys, first, stop)
+    carry = lax.fori_loop(first, whole, accumulate.whole, carry)
     top, total, acc = lax.fori_loop(whole, stop, masked, carry)
     o = acc / jnp.maximum(total, 1e-30)[:, None]
     out = where + span * pl.num_programs(2) * heads.num_heads
@@ -413,6 +433,7 @@ class _Accumulate(NamedTuple):
     q: jax.Array  # [R, H]
     scale: float  # of scores, for base-2 exponentials; applied late, where it fuses with a sum
     kv: _PagedRows
+    window: int | None  # tokens that each row looks back; None: all
 
     def start(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         rows, head_dim = self.q.shape
@@ -428,10 +449,12 @@ class _Accumulate(NamedTuple):
         return self._add(self._scores(k), v, carry)
 
     def masked(self, positions: jax.Array, stop: jax.Array, block: jax.Array, carry: Any) -> Any:
-        """A block that each row sees up to its position."""
+        """A block that each row sees up to its position, within its window."""
         k, v = self.kv.load(block, stop)
         keys = block * self.kv.keys + jnp.arange(self.kv.keys, dtype=jnp.int32)
         visible = keys[None, :] <= positions[:, None]
+        if self.window is not None:
+            visible &= keys[None, :] > positions[:, None] - self.window
         return self._add(jnp.where(visible, self._scores(k), NEG), v, carry)
 
     def _scores(self, k: jax.Array) -> jax.Array:

@@ -6,7 +6,12 @@ import numpy as np
 
 
 def attend(
-    q: np.ndarray, k_pool: np.ndarray, v_pool: np.ndarray, table: np.ndarray, positions: np.ndarray
+    q: np.ndarray,
+    k_pool: np.ndarray,
+    v_pool: np.ndarray,
+    table: np.ndarray,
+    positions: np.ndarray,
+    window: int | None = None,
 ) -> np.ndarray:
     """One sequence's queries.
 
@@ -15,6 +20,7 @@ def attend(
         k_pool, v_pool: [P, p, K, H].
         table: [W] the sequence's blocks.
         positions: [Q]; query i sees positions 0..positions[i].
+        window: how many of them it sees, the last ones; None: all.
 
     Returns:
         [Q, N, H] float64.
@@ -29,7 +35,8 @@ def attend(
     )
     k, v = (x.repeat(num_heads // num_kv_heads, axis=1) for x in (k, v))
     s = np.einsum("qnh,snh->nqs", q.astype(np.float64), k) * head_dim**-0.5
-    s = np.where(np.arange(length) <= positions[:, None], s, -np.inf)
+    behind = positions[:, None] - np.arange(length)  # how far a key lies behind a query
+    s = np.where((behind >= 0) & (behind < (window or length)), s, -np.inf)
     weights = np.exp(s - s.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return np.einsum("nqs,snh->qnh", weights, v)

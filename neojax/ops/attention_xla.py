@@ -28,6 +28,7 @@ def attend(
     decodes: Decodes | None,
     new: NewRows | None = None,
     *,
+    window: int | None = None,
     is_static: bool = False,
 ) -> Float[Array, "T N H"]:
     """See `attention.DeviceAttention`; `is_static` makes loops of a length known to the host."""
@@ -35,14 +36,21 @@ def attend(
     if tiles is not None:
         with jax.named_scope("prefill_attention"):
             prefill = _prefill_together if is_static else _prefill_in_turn
-            out = prefill(q, k_pool, v_pool, tiles)
+            out = prefill(q, k_pool, v_pool, tiles, window)
     if decodes is None:
         return jnp.zeros_like(q) if out is None else out
     with jax.named_scope("decode_attention"):
         rows = attention.decode_queries(q, tiles, decodes)[:, None]
         positions = decodes.lengths[:, None] - 1
         rows = _online_softmax(
-            rows, positions, decodes.lengths, k_pool, v_pool, decodes.tables, is_static=is_static
+            rows,
+            positions,
+            decodes.lengths,
+            k_pool,
+            v_pool,
+            decodes.tables,
+            window,
+            is_static=is_static,
         )[:, 0]
         rows = jnp.where((decodes.lengths > 0)[:, None, None], rows, jnp.zeros((), rows.dtype))
         return attention.with_decodes(out, rows, decodes, len(q))
@@ -53,6 +61,7 @@ def _prefill_in_turn(
     k_pool: Float[Array, "P p K H"],
     v_pool: Float[Array, "P p K H"],
     tiles: Tiles,
+    window: int | None,
 ) -> Float[Array, "T N H"]:
     """Attention of all tiles, one after the other."""
     num_tokens = q.shape[0]
@@ -65,7 +74,7 @@ def _prefill_in_turn(
         positions = (tiles.position[i] + jnp.arange(TILE, dtype=jnp.int32))[None]
         stops = (tiles.position[i] + tiles.length[i])[None]
         o = _online_softmax(
-            rows, positions, stops, k_pool, v_pool, tiles.tables[tiles.row[i]][None]
+            rows, positions, stops, k_pool, v_pool, tiles.tables[tiles.row[i]][None], window
         )
         # Rows past the tile's length hold garbage: the next tile overwrites it, and what lies
         # behind the last one is cleared below.
@@ -83,6 +92,7 @@ def _prefill_together(
     k_pool: Float[Array, "P p K H"],
     v_pool: Float[Array, "P p K H"],
     tiles: Tiles,
+    window: int | None,
 ) -> Float[Array, "T N H"]:
     """Attention of all tiles at once, unused ones too."""
     offset = jnp.arange(TILE, dtype=jnp.int32)
@@ -97,6 +107,7 @@ def _prefill_together(
         k_pool,
         v_pool,
         tiles.tables[tiles.row],
+        window,
         is_static=True,
     )
     index = jnp.where(offset[None] < length[:, None], index, len(q))
@@ -110,10 +121,12 @@ def _online_softmax(
     k_pool: Float[Array, "P p K H"],
     v_pool: Float[Array, "P p K H"],
     tables: Int[Array, "B W"],
+    window: int | None,
     *,
     is_static: bool = False,
 ) -> Float[Array, "B Q N H"]:
-    """Attention of each query to its sequence's positions 0..its own; no keys from its stop on.
+    """Attention of each query to its sequence's positions up to its own, at most to the last
+    `window` of them; no keys from its stop on.
 
     Scores, weights and sums in float32. A query at a negative position gives zeros or garbage.
     """
@@ -135,6 +148,8 @@ def _online_softmax(
         s = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, **dot)
         keys = (i * span + jnp.arange(span, dtype=jnp.int32))[None]
         visible = keys[:, None, None, None] <= positions[:, None, None, :, None]
+        if window is not None:
+            visible &= keys[:, None, None, None] > positions[:, None, None, :, None] - window
         s = jnp.where(visible, s, NEG)
         # Slots never written may hold anything, NaN too; 0 * NaN would poison the row.
         written = keys < stops[:, None]
@@ -153,6 +168,10 @@ def _online_softmax(
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
     spans = tables.shape[1] // pages if is_static else (jnp.max(stops) + span - 1) // span
-    _, total, acc = lax.fori_loop(0, spans, one_span, start)
+    first = 0
+    if window is not None and not is_static:
+        used = jnp.where(stops[:, None] > 0, positions, jnp.iinfo(jnp.int32).max)
+        first = jnp.maximum(jnp.min(used) - window + 1, 0) // span
+    _, total, acc = lax.fori_loop(first, spans, one_span, start)
     o = acc / jnp.maximum(total, 1e-30)[..., None]
     return o.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)

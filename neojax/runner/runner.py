@@ -114,6 +114,7 @@ class Runner:
                 num_heads=c.num_heads,
                 max_rows=config.max_num_seqs,
                 scale=attention.scale(c.head_dim),
+                window=c.sliding_window,
                 max_chunk_tokens=config.max_num_batched_tokens,
                 num_threads=config.cpu_threads,
             )
@@ -264,7 +265,12 @@ class Runner:
         g, parts = self.geometry, self._parts
         attend = attention.device_attention(
             geometry=attention.Geometry(
-                parts.num_heads, parts.num_kv_heads, parts.head_dim, g.block_size, g.dtype.name
+                parts.num_heads,
+                parts.num_kv_heads,
+                parts.head_dim,
+                g.block_size,
+                g.dtype.name,
+                parts.window,
             )
         )
         lane = None if self.host is None else self.host.lane.id
@@ -326,5 +332,7 @@ def _split(model: Llama) -> tuple[Leaves, tuple[Leaves, ...], ModelParts]:
     # Every layer has the same structure, so the first one's serves all: one program for them all.
     layers = [flat(layer) for layer in model.layers]
     c = model.config
-    parts = ModelParts(merge_ends, layers[0][1], c.num_heads, c.num_kv_heads, c.head_dim)
+    parts = ModelParts(
+        merge_ends, layers[0][1], c.num_heads, c.num_kv_heads, c.head_dim, c.sliding_window
+    )
     return ends, tuple(leaves for leaves, _ in layers), parts

@@ -39,13 +39,14 @@ class KV(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelParts:
-    """How to rebuild a model's modules from flat parameters, and the shape of its heads."""
+    """How to rebuild a model's modules from flat parameters, and how its heads attend."""
 
     merge_ends: Callable[[Leaves], Any]
     merge_layer: Callable[[Leaves], Any]
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    window: int | None  # tokens that each token looks back; None: all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,13 +15,15 @@ from flax import nnx
 from neojax.engine.core import EngineCore
 from neojax.kv.geometry import KVGeometry
 from neojax.models.checkpoint import load_model
-from neojax.models.config import Llama3RopeScaling, ModelConfig
+from neojax.models.config import ModelConfig
 from neojax.models.llama import Llama
+from neojax.models.rope_scaling import DynamicRopeScaling, Llama3RopeScaling
 from neojax.runner.runner import Runner, RunnerConfig
 from neojax.runner.shapes import MAX_CHUNKS
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.policy import load_policy
 from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
+from tests.models.attention import causal_attend
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
@@ -52,7 +54,13 @@ VARIANTS = {
     "gqa4-h128-llama3": dataclasses.replace(
         BASE, num_heads=4, num_kv_heads=1, head_dim=128, rope_scaling=LLAMA3
     ),
-    "gqa8": dataclasses.replace(BASE, num_heads=8, num_kv_heads=1),
+    "gqa8-window-dynamic": dataclasses.replace(
+        BASE,
+        num_heads=8,
+        num_kv_heads=1,
+        sliding_window=40,
+        rope_scaling=DynamicRopeScaling(4.0, 32),
+    ),
 }
 
 
@@ -147,13 +155,7 @@ def run_all(
 @functools.cache
 def _dense(model: Llama) -> Callable[[jax.Array], jax.Array]:
     graphdef, state = nnx.split(model)
-
-    def attend(_layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-        s = jnp.einsum("qnh,snh->nqs", q, k) * q.shape[-1] ** -0.5
-        mask = jnp.tril(jnp.ones((len(q), len(q)), bool))[None]
-        weights = jax.nn.softmax(jnp.where(mask, s, -jnp.inf), axis=-1)
-        return jnp.einsum("nqs,snh->qnh", weights, v)
+    attend = functools.partial(causal_attend, window=model.config.sliding_window)
 
     def forward(state: Any, ids: jax.Array) -> jax.Array:
         positions = jnp.arange(len(ids), dtype=jnp.int32)

@@ -45,6 +45,13 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+# 16 frequencies of a head dim of 32.
+_LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0 + 0.02 * i for i in range(16)],
+    "long_factor": [1.0 + 0.5 * i for i in range(16)],
+}
+
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -72,7 +79,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": _kin("Mistral", 128, 4, 2, head_dim=64, sliding_window=None),
     "qwen2": _kin("Qwen2", 128, 4, 2, use_sliding_window=False, sliding_window=32),
     "qwen3": _kin("Qwen3", 128, 4, 2, head_dim=64, tie_word_embeddings=True),
+    "rope_dynamic": _config(
+        128,
+        4,
+        2,
+        max_position_embeddings=64,
+        rope_scaling={"rope_type": "dynamic", "factor": 4.0},
+    ),
+    "mistral_window": _kin("Mistral", 128, 4, 2, sliding_window=40),
+    "phi3": _kin("Phi3", 128, 4, 2, pad_token_id=0, sliding_window=50),
+    "phi3_longrope": _kin(
+        "Phi3",
+        128,
+        4,
+        2,
+        pad_token_id=0,
+        rope_scaling=_LONGROPE,
+        original_max_position_embeddings=64,
+    ),
 }
+
+LONGROPE = "phi3_longrope"  # has logits of a prompt within the original context too
 
 # Past the 64 positions that the scaled ropes were made for.
 NUM_TOKENS = 160
@@ -98,20 +125,23 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     def norm(size: int = d) -> np.ndarray:
         return rng.normal(1.0, 0.2, size).astype(np.float32)
 
+    is_fused = config["model_type"] == "phi3"
+    heads_of = (
+        {"qkv": heads + 2 * kv_heads} if is_fused else {"q": heads, "k": kv_heads, "v": kv_heads}
+    )
+    rows_of = {"gate_up": 2 * f} if is_fused else {"gate": f, "up": f}
     tensors = {"model.embed_tokens.weight": matrix(v, d)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        tensors |= {
-            f"{prefix}input_layernorm.weight": norm(),
-            f"{prefix}self_attn.q_proj.weight": matrix(heads * head_dim, d),
-            f"{prefix}self_attn.k_proj.weight": matrix(kv_heads * head_dim, d),
-            f"{prefix}self_attn.v_proj.weight": matrix(kv_heads * head_dim, d),
-            f"{prefix}self_attn.o_proj.weight": matrix(d, heads * head_dim),
-            f"{prefix}post_attention_layernorm.weight": norm(),
-            f"{prefix}mlp.gate_proj.weight": matrix(f, d),
-            f"{prefix}mlp.up_proj.weight": matrix(f, d),
-            f"{prefix}mlp.down_proj.weight": matrix(d, f),
-        }
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        tensors[f"{prefix}input_layernorm.weight"] = norm()
+        for name, count in heads_of.items():
+            tensors[f"{attention}{name}_proj.weight"] = matrix(count * head_dim, d)
+        tensors[f"{attention}o_proj.weight"] = matrix(d, heads * head_dim)
+        tensors[f"{prefix}post_attention_layernorm.weight"] = norm()
+        for name, rows in rows_of.items():
+            tensors[f"{mlp}{name}_proj.weight"] = matrix(rows, d)
+        tensors[f"{mlp}down_proj.weight"] = matrix(d, f)
         if config["model_type"] == "qwen2":
             for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
                 bias = rng.normal(0.0, 0.5, count * head_dim).astype(np.float32)

@@ -81,6 +81,19 @@ def test_logits_of_tiny_models_equal_transformers(tmp_path, name):
     assert_close(ours[golden_models.LOGIT_POSITIONS], golden(name)["logits"])
 
 
+def test_a_prompt_within_the_original_context_equals_transformers_where_the_context_is_that(
+    tmp_path,
+):
+    """transformers changes longrope's factors with the length of a prompt, neojax with the longest
+    that is served."""
+    path = golden_models.write_checkpoint(tmp_path, golden_models.LONGROPE)
+    original = golden_models.CONFIGS[golden_models.LONGROPE]["original_max_position_embeddings"]
+    config = ModelConfig.from_checkpoint(path).limited_to(original)
+    model = load_model(path, config, dtype=jnp.float32, progress=False)
+    ours = logits_of(model, golden_models.prompt_ids(golden_models.LONGROPE)[:original])
+    assert_close(ours[-2:], golden(golden_models.LONGROPE)["short_logits"])
+
+
 @pytest.mark.parametrize("name", ["mha_h64", "gqa3_h64", "gqa4_h128", "qwen2", "qwen3"])
 def test_logits_of_tiny_gguf_models_equal_transformers(tmp_path, name):
     model = load(gguf_checkpoint(tmp_path / "tiny.gguf", name))

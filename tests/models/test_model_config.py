@@ -14,8 +14,10 @@ import pytest
 
 from neojax.models.config import ModelConfig
 from neojax.models.rope_scaling import (
+    DynamicRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,
+    LongRopeScaling,
     PerFrequencyRopeScaling,
     attention_factor,
     inverse_frequencies,
@@ -123,6 +125,11 @@ def test_null_missing_and_explicit_values(tmp_path, changes, expected):
         ({"rope_scaling": {"rope_type": "foo", "factor": 2}}, "'foo' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "needs low_freq_factor"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "needs long_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+            "1 rope factors for head_dim 64",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
         ({"hidden_size": ...}, "hidden_size is missing"),
@@ -140,27 +147,27 @@ def test_what_is_not_computed_here_is_refused_by_name(tmp_path, changes, named):
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("family", "changes", "expected"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 131072),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, 4096),
-        ({"architectures": ["MistralForCausalLM"]}, 4096),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}, 131072),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 4096,
-                "use_sliding_window": True,
-            },
-            4096,
-        ),
-        ({"sliding_window": 4096}, 131072),
+        ("Mistral", {"sliding_window": None}, (131072, None)),
+        ("Mistral", {"sliding_window": 4096}, (131072, 4096)),
+        ("Mistral", {"sliding_window": 131072}, (131072, None)),
+        ("Mistral", {}, (131072, 4096)),
+        ("Phi3", {"sliding_window": 2047}, (131072, 2047)),
+        ("Phi3", {}, (131072, None)),
+        ("Qwen2", {"sliding_window": 4096}, (131072, None)),
+        ("Qwen2", {"sliding_window": 4096, "use_sliding_window": True}, (131072, None)),
+        # All layers look through the window; only some do.
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0}, (131072, 4096)),
+        ("Qwen3", {"use_sliding_window": True, "max_window_layers": 4}, (4096, None)),
+        ("Llama", {"sliding_window": 4096}, (131072, None)),
     ],
 )
-def test_a_sliding_window_limits_the_context_to_where_full_attention_is_exact(
-    tmp_path, changes, expected
+def test_a_window_of_some_layers_limits_the_context_to_where_full_attention_is_exact(
+    tmp_path, family, changes, expected
 ):
-    assert read(tmp_path, **changes).max_position_embeddings == expected
+    config = read(tmp_path, architectures=[f"{family}ForCausalLM"], **changes)
+    assert (config.max_position_embeddings, config.sliding_window) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,6 +177,7 @@ def test_a_sliding_window_limits_the_context_to_where_full_attention_is_exact(
         ("MistralForCausalLM", (False, False, 64)),
         ("Qwen2ForCausalLM", (True, False, 64)),
         ("Qwen3ForCausalLM", (False, True, 128)),
+        ("Phi3ForCausalLM", (False, False, 64)),
     ],
 )
 def test_families_differ_in_biases_head_norms_and_default_head_dim(
@@ -187,6 +195,53 @@ def test_yarn_stretches_the_context_and_its_factor_follows_the_length(tmp_path):
     stated = read(tmp_path, rope_scaling=scaling | {"attention_factor": 1.5})
     assert attention_factor(stated.rope_scaling) == 1.5
     assert attention_factor(SCALING) == 1.0
+
+
+def test_dynamic_rope_stretches_the_context(tmp_path):
+    scaling = {"type": "dynamic", "factor": 2.0}
+    config = read(tmp_path, max_position_embeddings=4096, rope_scaling=scaling)
+    assert config.max_position_embeddings == 8192
+    assert config.rope_scaling == DynamicRopeScaling(2.0, 4096)
+
+
+LONGROPE = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_scaling": LONGROPE | {"type": "su"}}, (4096, (1 + 5 / 12) ** 0.5)),
+        (
+            {"rope_scaling": LONGROPE | {"type": "longrope", "factor": 4.0}},
+            (4096, (1 + 1 / 6) ** 0.5),
+        ),
+        ({"rope_scaling": LONGROPE | {"type": "longrope", "attention_factor": 1.5}}, (4096, 1.5)),
+        (
+            {
+                "original_max_position_embeddings": ...,
+                "rope_parameters": LONGROPE
+                | {"rope_type": "longrope", "original_max_position_embeddings": 8192},
+            },
+            (8192, (1 + 4 / 13) ** 0.5),
+        ),
+    ],
+)
+def test_longrope_is_read_from_every_layout(tmp_path, changes, expected):
+    changes = {"original_max_position_embeddings": 4096} | changes
+    scaling = read(tmp_path, architectures=["Phi3ForCausalLM"], **changes).rope_scaling
+    assert isinstance(scaling, LongRopeScaling)
+    assert (scaling.original_max_position_embeddings, scaling.attention_factor) == (
+        expected[0],
+        pytest.approx(expected[1]),
+    )
+
+
+def test_longrope_takes_short_factors_where_the_context_is_the_original_one():
+    scaling = LongRopeScaling((1.0,) * 32, (4.0,) * 32, 4096, 1.2)
+    plain = inverse_frequencies(64, 10000.0, None)
+    np.testing.assert_array_equal(inverse_frequencies(64, 10000.0, scaling, 4096), plain)
+    np.testing.assert_array_equal(inverse_frequencies(64, 10000.0, scaling, 4097), plain / 4)
+    assert attention_factor(scaling) == 1.2
 
 
 @pytest.mark.parametrize(("text", "named"), [(None, "no config"), ("{", "JSON"), ("[]", "list")])
@@ -249,7 +304,7 @@ def write_gguf(path: Path, architecture: str = "llama", **changes: object) -> Pa
         ({}, {"head_dim": 16, "tie_embeddings": True, "rms_norm_eps": 1e-6}),
         ({"attention__head_count_kv": [2, 2]}, {"num_kv_heads": 2}),
         ({"attention__key_length": 32, "attention__value_length": 32}, {"head_dim": 32}),
-        ({"attention__sliding_window": 4096}, {"max_position_embeddings": 4096}),
+        ({"attention__sliding_window": 4096}, {"sliding_window": 4096}),
         ({"architecture": "qwen2"}, {"qkv_bias": True}),
         ({"architecture": "qwen3"}, {"qk_norm": True}),
     ],

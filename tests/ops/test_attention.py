@@ -29,12 +29,15 @@ IMPLEMENTATIONS = {
 }
 
 
-JITTED = {name: jax.jit(attend) for name, attend in IMPLEMENTATIONS.items()}
+JITTED = {
+    name: jax.jit(attend, static_argnames="window") for name, attend in IMPLEMENTATIONS.items()
+}
 GEOMETRIES = [
     Geometry(4, 4, 16, 16, "float32"),
     Geometry(9, 3, 16, 32, "float32"),
     Geometry(8, 1, 64, 16, "bfloat16"),
     Geometry(12, 2, 16, 32, "bfloat16"),
+    Geometry(4, 2, 16, 16, "float32", window=40),
 ]
 
 
@@ -57,7 +60,8 @@ def test_matches_reference(implementation, geometry, chunks, decodes, seed):
         table_width=10,
         num_blocks=80,
     )
-    assert case.error(JITTED[implementation](*case.arguments)) < TOLERANCE[geometry.dtype]
+    out = JITTED[implementation](*case.arguments, window=geometry.window)
+    assert case.error(out) < TOLERANCE[geometry.dtype]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -90,10 +94,11 @@ def test_a_step_of_chunks_alone_needs_no_decodes(implementation):
     assert case.error(out) < TOLERANCE["float32"]
 
 
-def test_spans_of_one_sequence_are_merged():
+@pytest.mark.parametrize("window", [None, 1, 63, 128, 300])
+def test_spans_of_one_sequence_are_merged(window):
     case = attention_case.make(
         np.random.default_rng(3),
-        Geometry(4, 2, 16, 16, "float32"),
+        Geometry(4, 2, 16, 16, "float32", window),
         [],
         [1, 700, 64, 129],
         num_tokens=8,
@@ -102,7 +107,13 @@ def test_spans_of_one_sequence_are_merged():
     )
     for spans in (1, 2, 5):
         out = attention_pallas.decode(
-            case.q, case.k_pool, case.v_pool, case.decodes, spans=spans, interpret=True
+            case.q,
+            case.k_pool,
+            case.v_pool,
+            case.decodes,
+            window=window,
+            spans=spans,
+            interpret=True,
         )
         assert case.error(out) < TOLERANCE["float32"]
 
