@@ -110,7 +110,7 @@ class ServeConfig(EngineConfig):
     port: int = 8000
     """Port to listen on; 0 takes a free one. Bound before the model is loaded."""
     served_model_name: str | None = None
-    """Name shown to clients instead of the model's own."""
+    """Name shown to clients instead of the model's own, or several separated by commas."""
     api_key: str | None = None
     """Require this bearer token, or one of several separated by commas. Also read from
     NEOJAX_API_KEY."""
@@ -122,6 +122,8 @@ class ServeConfig(EngineConfig):
     """Private key of the certificate, if it is not in the same file."""
     chat_template: str | None = None
     """File with a Jinja chat template instead of the model's own."""
+    trust_request_chat_template: bool = False
+    """Render templates that requests bring as chat_template; such a template can run for ever."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: requests without temperature, top_p or top_k get the model's generation_config.json."""
     max_num_queued_reqs: int = 1024
@@ -158,6 +160,11 @@ class ServeConfig(EngineConfig):
     def api_keys(self) -> tuple[str, ...]:
         """The accepted keys; none means that everybody may enter."""
         return _items(self.api_key)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names under which clients may ask for the model; the first one is the main one."""
+        return _items(self.served_model_name) or (self.model,)
 
     @property
     def origins(self) -> tuple[str, ...]:

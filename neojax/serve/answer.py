@@ -20,6 +20,11 @@ from neojax.serve.responses import Usage
 from neojax.serve.shapes import Shape
 
 _encode = msgspec.json.Encoder().encode
+_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class Answer(Response):
@@ -34,6 +39,7 @@ class Answer(Response):
         num_prompt_tokens: int,
         stream: bool,
         include_usage: bool,
+        continuous_usage: bool,
         deadline_s: float | None,
     ) -> None:
         super().__init__()
@@ -43,12 +49,20 @@ class Answer(Response):
         self._num_prompt_tokens = num_prompt_tokens
         self._stream = stream
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
         self._deadline_s = deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; called by the framework."""
         work = self._send_stream if self._stream else self._send_whole
-        await until_disconnect(receive, work(scope, receive, send))
+        try:
+            await until_disconnect(receive, work(scope, receive, send))
+        finally:
+            usage = self._usage()
+            scope["state"]["access"] |= {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+            }
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -69,44 +83,38 @@ class Answer(Response):
         await response(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation as generation:
-            try:
-                # Headers wait for the first tokens: until then an error can be a real 5xx.
+        try:
+            with self._generation:
+                # Headers wait for the first tokens: until then an error can be a real 4xx or 5xx.
                 deltas = await self._deltas()
-            except ApiError as error:
-                await error.response()(scope, receive, send)
-                return
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [
-                        (b"content-type", b"text/event-stream; charset=utf-8"),
-                        (b"cache-control", b"no-cache"),
-                        (b"x-accel-buffering", b"no"),
-                    ],
-                }
-            )
-            events: list[bytes] = []
-            for index in range(self._num_choices):
-                opening = self._shape.opening(index)
-                if opening is not None:
-                    events.append(_event(opening))
-            try:
-                while True:
-                    for delta in deltas:
-                        if delta.text or delta.finish_reason is not None:
-                            events.append(_event(self._shape.chunk(delta)))
-                    await _send_events(send, events)
-                    if generation.is_finished:
-                        break
-                    deltas = await self._deltas()
-                if self._include_usage:
-                    events.append(_event(self._shape.usage_chunk(self._usage())))
-            except ApiError as error:
-                events.append(b"data: " + error.body() + b"\n\n")
-            events.append(b"data: [DONE]\n\n")
-            await _send_events(send, events, is_last=True)
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+                await self._send_chunks(deltas, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+    async def _send_chunks(self, deltas: list[TextDelta], send: Send) -> None:
+        """The body of a stream that begins with these deltas."""
+        events: list[bytes] = []
+        for index in range(self._num_choices):
+            opening = self._shape.opening(index)
+            if opening is not None:
+                events.append(_event(opening))
+        try:
+            while True:
+                for delta in deltas:
+                    if delta.text or delta.finish_reason is not None:
+                        usage = self._usage() if self._continuous_usage else None
+                        events.append(_event(self._shape.chunk(delta, usage)))
+                await _send_events(send, events)
+                if self._generation.is_finished:
+                    break
+                deltas = await self._deltas()
+            if self._include_usage:
+                events.append(_event(self._shape.usage_chunk(self._usage())))
+        except ApiError as error:
+            events.append(b"data: " + error.body() + b"\n\n")
+        events.append(b"data: [DONE]\n\n")
+        await _send_events(send, events, is_last=True)
 
     async def _deltas(self) -> list[TextDelta]:
         if self._deadline_s is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -37,6 +37,17 @@ from neojax.serve.protocol import (
 from neojax.serve.shapes import ChatShape, CompletionShape, Shape
 from neojax.serve.state import ServeState
 
+# What clients of other engines may ask for; anything else unknown is a plain 404.
+_NOT_SERVED = {
+    "/v1/embeddings": "it generates text only",
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/messages": "use /v1/chat/completions",
+    "/v1/audio/transcriptions": "it reads text only",
+    "/v1/images/generations": "it generates text only",
+    "/v1/load_lora_adapter": "adapters are not supported; merge them into the checkpoint",
+    "/v1/rerank": "it generates text only",
+    "/v1/score": "it generates text only",
+}
 _REF = "#/components/schemas/{model}"
 
 
@@ -51,30 +62,33 @@ def create_app(state: ServeState) -> FastAPI:
         arrival_s = time.monotonic()
         text_model, _, ready = state.require_ready()
         body = await read_body(request, CompletionRequest)
-        _check_model(state, body.model)
+        model = _served_name(state, body.model)
         state.check_size(len(body.prompts) * (body.n or 1))
         prompts = await completion_prompts(body, text_model, ready)
         asked = body.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        shape = CompletionShape(state.model_name, body.include_usage)
-        return _generate(state, body, prompts, asked, shape, arrival_s)
+        request_id = _request_id(request, body)
+        shape = CompletionShape(request_id, model, body.include_usage)
+        return _generate(state, body, prompts, asked, shape, request_id, arrival_s)
 
     @app.post("/v1/chat/completions", **_streamed(ChatRequest, "Answer a conversation"))
     async def chat_completions(request: Request) -> Response:
         arrival_s = time.monotonic()
         text_model, _, ready = state.require_ready()
         body = await read_body(request, ChatRequest)
-        _check_model(state, body.model)
+        model = _served_name(state, body.model)
         state.check_size(body.n or 1)
         prompts = await chat_prompts(body, text_model, ready)
         asked = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
-        shape = ChatShape(state.model_name, body.include_usage)
-        return _generate(state, body, prompts, asked, shape, arrival_s)
+        request_id = _request_id(request, body)
+        shape = ChatShape(request_id, model, body.include_usage)
+        return _generate(state, body, prompts, asked, shape, request_id, arrival_s)
 
     @app.get("/v1/models", summary="The model that is served")
     async def models() -> Response:
-        return _json({"object": "list", "data": [_model_card(state, created)]})
+        cards = [_model_card(state, name, created) for name in state.model_names]
+        return _json({"object": "list", "data": cards})
 
     @app.get(
         "/v1/models/{model:path}",
@@ -82,14 +96,13 @@ def create_app(state: ServeState) -> FastAPI:
         responses={404: {"description": "Unknown model"}},
     )
     async def model(model: str) -> Response:
-        _check_model(state, model)
-        return _json(_model_card(state, created))
+        return _json(_model_card(state, _served_name(state, model), created))
 
     @app.post("/tokenize", **_documented(TokenizeRequest, "Token ids of a text or conversation"))
     async def tokenize(request: Request) -> Response:
         text_model, _, ready = state.require_ready()
         body = await read_body(request, TokenizeRequest)
-        _check_model(state, body.model)
+        _served_name(state, body.model)
         ids = await tokenize_prompt(body, text_model)
         return _json({"count": len(ids), "max_model_len": ready.max_model_len, "tokens": ids})
 
@@ -97,7 +110,7 @@ def create_app(state: ServeState) -> FastAPI:
     async def detokenize(request: Request) -> Response:
         text_model, _, ready = state.require_ready()
         body = await read_body(request, DetokenizeRequest)
-        _check_model(state, body.model)
+        _served_name(state, body.model)
         ids = check_ids(body.tokens, ready.vocab_size, param="tokens")
         return _json({"prompt": text_model.tokenizer.decode(ids, skip_special_tokens=False)})
 
@@ -105,7 +118,7 @@ def create_app(state: ServeState) -> FastAPI:
     async def health() -> Response:
         if state.health_fault is not None:
             raise ApiError(503, state.health_fault)
-        return Response(status_code=200)
+        return _json({"status": "ok", "last_step_age_s": state.last_step_age_s})
 
     @app.get("/ready", **_probe("200 while new requests are taken, else 503 with the reason"))
     async def is_ready() -> Response:
@@ -121,9 +134,19 @@ def create_app(state: ServeState) -> FastAPI:
     async def version() -> Response:
         return _json({"version": neojax.__version__})
 
+    for path, instead in _NOT_SERVED.items():
+        app.post(path, include_in_schema=False)(_not_served(path, instead))
+
     schemas = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
     app.openapi_schema = _with_schemas(app.openapi(), schemas)
     return app
+
+
+def _not_served(path: str, instead: str) -> Callable[[], Awaitable[Response]]:
+    async def refuse() -> Response:
+        raise ApiError(501, f"{path} is not part of this server: {instead}")
+
+    return refuse
 
 
 def _with_schemas(openapi: dict[str, Any], schemas: Sequence[type[BaseModel]]) -> dict[str, Any]:
@@ -145,6 +168,7 @@ def _generate(
     prompts: list[list[int]],
     asked: int | None,
     shape: Shape,
+    request_id: str,
     arrival_s: float,
 ) -> Response:
     text_model, client, ready = state.require_ready()
@@ -156,11 +180,15 @@ def _generate(
             # Choices of one prompt differ: each draws with its own seed.
             seed = None if params.seed is None else (params.seed + number) % 2**63
             choices.append(Choice(prompt_ids, dataclasses.replace(params, seed=seed)))
-    state.admit(len(choices))
     timeout_s = state.config.request_timeout
     requests = [NewRequest(ids, dataclasses.asdict(params)) for ids, params in choices]
     generation = TextGeneration(
-        client.generate(requests), choices, text_model, state.metrics, arrival_s
+        client.generate(request_id, requests),
+        choices,
+        text_model,
+        state.metrics,
+        arrival_s,
+        admit=lambda: state.admit(len(choices)),
     )
     return Answer(
         generation,
@@ -169,22 +197,30 @@ def _generate(
         num_prompt_tokens=sum(map(len, prompts)),
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
         deadline_s=None if timeout_s is None else arrival_s + timeout_s,
     )
 
 
-def _check_model(state: ServeState, name: str | None) -> None:
-    if name is not None and name != state.model_name:
-        raise ApiError(
-            404,
-            f"the model {name[:200]!r} does not exist; served: {state.model_name}",
-            param="model",
-        )
+def _served_name(state: ServeState, name: str | None) -> str:
+    """The name of the model that a request asks for. Raises 404 for another model."""
+    if name is not None and name not in state.model_names:
+        served = ", ".join(state.model_names)
+        message = f"the model {name[:200]!r} does not exist; served: {served}"
+        raise ApiError(404, message, param="model")
+    return name or state.model_names[0]
 
 
-def _model_card(state: ServeState, created: int) -> dict[str, object]:
+def _request_id(request: Request, body: CompletionRequest | ChatRequest) -> str:
+    """The id in the answer, its header and the log: the body's, else the header's, else ours."""
+    if body.request_id is not None:
+        request.state.request_id = body.request_id
+    return request.state.request_id
+
+
+def _model_card(state: ServeState, name: str, created: int) -> dict[str, object]:
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "neojax",

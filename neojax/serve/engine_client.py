@@ -7,8 +7,8 @@ waits for; leaving it aborts what has not finished.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-import uuid
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,8 +49,10 @@ class Arrival(NamedTuple):
 class Generation:
     """The unfinished engine requests of one HTTP request. Use as a context manager."""
 
-    def __init__(self, client: EngineClient, requests: Sequence[NewRequest]) -> None:
+    def __init__(self, client: EngineClient, name: str, requests: Sequence[NewRequest]) -> None:
+        """name: begins the ids of the engine requests, so that logs of both processes match."""
         self._client = client
+        self._name = name
         self._requests = requests
         self._ids: dict[int, str] = {}
         self._mail: deque[Arrival] = deque()
@@ -58,7 +60,7 @@ class Generation:
 
     def __enter__(self) -> Generation:
         for index, request in enumerate(self._requests):
-            request_id = uuid.uuid4().hex
+            request_id = self._client.unused_id(self._name)
             self._ids[index] = request_id
             self._client.add(request_id, request, self, index)
         return self
@@ -106,6 +108,7 @@ class EngineClient:
         self._context = context
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._numbers = itertools.count()
         self._waiting: dict[str, tuple[Generation, int]] = {}
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.stats: EngineStats | None = None
@@ -140,9 +143,13 @@ class EngineClient:
                     self.fail(f"the engine failed: {message.message}")
                     return
 
-    def generate(self, requests: Sequence[NewRequest]) -> Generation:
+    def generate(self, name: str, requests: Sequence[NewRequest]) -> Generation:
         """Requests to the engine, sent on entering the returned context."""
-        return Generation(self, requests)
+        return Generation(self, name, requests)
+
+    def unused_id(self, name: str) -> str:
+        """An id that begins with `name`, which itself may have been used before."""
+        return f"{name}-{next(self._numbers)}"
 
     def add(self, request_id: str, request: NewRequest, owner: Generation, index: int) -> None:
         """Send one request; its tokens go to `owner`."""

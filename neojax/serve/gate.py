@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hmac
 import logging
-import re
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neojax.serve.errors import ApiError
+from neojax.serve.protocol import is_request_id
 
 log = logging.getLogger("neojax.access")
 error_log = logging.getLogger("neojax.serve")
@@ -22,11 +23,14 @@ error_log = logging.getLogger("neojax.serve")
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 # Asked every few seconds by machines: logged at debug.
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
-_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class Gate:
-    """ASGI application around another."""
+    """ASGI application around another.
+
+    What routes need of it is in the request's state: `request_id`, which a body may replace, and
+    `access`, a mapping of what else belongs into the access log.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
@@ -40,15 +44,16 @@ class Gate:
         start_s = time.monotonic()
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["request_id"] = request_id if is_request_id(request_id) else uuid.uuid4().hex
+        state["access"] = {}
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
             await send(message)
 
         try:
@@ -67,12 +72,13 @@ class Gate:
         finally:
             log.log(
                 logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO,
-                "%s %s %s %.3f s %s",
+                "%s %s status=%s seconds=%.3f request_id=%s%s",
                 scope["method"],
                 scope["path"][:200].encode("unicode_escape").decode(),
                 status or "disconnected",
                 time.monotonic() - start_s,
-                request_id,
+                state["request_id"],
+                "".join(f" {name}={value}" for name, value in state["access"].items()),
             )
 
     def _may_enter(self, path: str, headers: Headers) -> bool:

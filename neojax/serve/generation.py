@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from neojax.sampling_params import SamplingParams
@@ -42,8 +42,11 @@ class TextGeneration:
         text_model: TextModel,
         metrics: Metrics,
         arrival_s: float,
+        admit: Callable[[], None],
     ) -> None:
+        """admit: raises ApiError when there is no room; asked in the moment of entering."""
         self._generation = generation
+        self._admit = admit
         self._texts = [
             _ChoiceText(choice, text_model, metrics, arrival_s, index)
             for index, choice in enumerate(choices)
@@ -51,6 +54,9 @@ class TextGeneration:
         self._num_running = len(choices)
 
     def __enter__(self) -> TextGeneration:
+        # Here, where the requests begin to count: requests that arrive together must not all see
+        # the same room.
+        self._admit()
         self._generation.__enter__()
         return self
 

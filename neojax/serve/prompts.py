@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neojax.engine.messages import Ready
 from neojax.serve.errors import ApiError
-from neojax.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from neojax.serve.protocol import ChatRequest, CompletionRequest, Messages, TokenizeRequest
 from neojax.serve.text_model import TextModel
 
 
@@ -27,22 +27,15 @@ async def completion_prompts(
 
 async def chat_prompts(body: ChatRequest, text_model: TextModel, ready: Ready) -> list[list[int]]:
     """Token ids of a chat request, as a list of one prompt."""
-    ids = await text_model.encode_chat(
-        [message.model_dump() for message in body.messages],
-        add_generation_prompt=body.add_generation_prompt,
-        kwargs=body.chat_template_kwargs,
-    )
+    ids = await _render(body, body.messages, text_model)
     return [_check_length(ids, ready, param="messages")]
 
 
 async def tokenize_prompt(body: TokenizeRequest, text_model: TextModel) -> list[int]:
     """Token ids of a text or a conversation, of any length."""
     if body.messages is not None:
-        return await text_model.encode_chat(
-            [message.model_dump() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
-            kwargs=body.chat_template_kwargs,
-            add_special_tokens=body.add_special_tokens is True,
+        return await _render(
+            body, body.messages, text_model, add_special_tokens=body.add_special_tokens is True
         )
     assert body.prompt is not None  # the schema asks for one of both
     return await text_model.encode(
@@ -67,6 +60,23 @@ def max_new_tokens(prompt_ids: list[int], asked: int | None, ready: Ready) -> in
     """Tokens that may be generated: what was asked, clamped to the context that is left."""
     left = ready.max_model_len - len(prompt_ids)
     return left if asked is None else min(asked, left)
+
+
+async def _render(
+    body: ChatRequest | TokenizeRequest,
+    messages: Messages,
+    text_model: TextModel,
+    *,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    return await text_model.encode_chat(
+        [message.model_dump() for message in messages],
+        add_generation_prompt=body.adds_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template=body.chat_template,
+        kwargs=body.chat_template_kwargs,
+        add_special_tokens=add_special_tokens,
+    )
 
 
 def _check_length(ids: list[int], ready: Ready, *, param: str) -> list[int]:

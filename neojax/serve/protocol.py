@@ -6,9 +6,9 @@ a debug line, as vLLM does.
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+import re
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from neojax.sampling_params import MAX_SEED, MAX_STOP_STRINGS, Placement, SamplingParams
+from neojax.serve.conversation import ROLES, Messages, Schema
 from neojax.serve.errors import ApiError
 from neojax.serve.sampling_defaults import SamplingDefaults
 
@@ -29,14 +30,13 @@ log = logging.getLogger("neojax.serve")
 MAX_CHOICES = 128
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 # Name of a field we cannot honour yet -> the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -67,8 +67,15 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+def is_request_id(text: str) -> bool:
+    """Whether a client's id for a request is short and plain enough to be logged and returned."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def _check_request_id(value: Any) -> Any:
+    if isinstance(value, str) and not is_request_id(value):
+        raise ValueError("an id has 1 to 128 letters, digits and characters of _ . : / + = @ -")
+    return value
 
 
 class _Request(BaseModel):
@@ -170,10 +177,11 @@ Stop = Annotated[
 MaxTokens = Annotated[int, Field(ge=1, lt=2**63)]
 
 
-class StreamOptions(_Schema):
+class StreamOptions(Schema):
     """What a stream carries beside the text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class _Generate(_Request):
@@ -194,6 +202,7 @@ class _Generate(_Request):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    request_id: Annotated[str, BeforeValidator(_check_request_id)] | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> _Generate:
@@ -207,6 +216,11 @@ class _Generate(_Request):
     def include_usage(self) -> bool:
         """Whether the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream tells the tokens so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling_params(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
         """The parameters of one choice; max_tokens is already fitted to the context."""
@@ -242,116 +256,43 @@ class CompletionRequest(_Generate):
         return cast(list[str | list[int]], prompt)
 
 
-def _check_content(value: Any) -> Any:
-    """Accept a text or a list of text parts."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("content is a string or a list of text parts")
-    for number, item in enumerate(cast(list[object], value)):
-        part = cast(dict[str, object], item) if isinstance(item, dict) else {}
-        kind = part.get("type")
-        if kind == "text" and isinstance(part.get("text"), str):
-            continue
-        if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"part {number} is {kind[:40]!r}: only text parts are supported")
-        raise ValueError(f'part {number} must be {{"type": "text", "text": "..."}}')
-    return cast(list[object], value)
+class _Rendering(_Request):
+    """How a conversation becomes a prompt.
 
+    add_generation_prompt is on unless the last message is to be continued.
+    """
 
-Content = Annotated[
-    Any,  # str | list of {"type": "text", "text": str}
-    BeforeValidator(_check_content),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {
-                            "type": {"type": "string", "const": "text"},
-                            "text": {"type": "string"},
-                        },
-                    },
-                },
-            ]
-        }
-    ),
-]
-
-
-class FunctionCall(_Schema):
-    """A tool call in the history of a conversation; arguments is JSON text."""
-
-    name: str
-    arguments: str
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _arguments_are_json(self) -> FunctionCall:
-        try:
-            json.loads(self.arguments)
-        except ValueError as error:
-            raise ValueError(f"arguments must be JSON text: {error}") from None
+    def _one_way_to_go_on(self) -> _Rendering:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
         return self
 
-
-class ToolCall(_Schema):
-    """One call that an assistant made earlier."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class InputMessage(_Schema):
-    """From the system, the developer or the user."""
-
-    role: Literal["system", "developer", "user"]
-    content: Content
-    name: str | None = None
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """Whether the prompt ends with the beginning of the assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
 
 
-class AssistantMessage(_Schema):
-    """What the model said earlier."""
-
-    role: Literal["assistant"]
-    content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
-    name: str | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> AssistantMessage:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("an assistant message needs content or tool_calls")
-        return self
-
-
-class ToolMessage(_Schema):
-    """What a tool answered earlier."""
-
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str | None = None
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-Message = Annotated[InputMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], Field(min_length=1)]
-
-
-class ChatRequest(_Generate):
+class ChatRequest(_Rendering, _Generate):
     """Body of POST /v1/chat/completions. max_completion_tokens wins over max_tokens."""
 
     messages: Messages
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: MaxTokens | None = None
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(_Rendering):
     """Body of POST /tokenize: a text or a conversation.
 
     add_special_tokens defaults to true for a text; a template writes its special tokens itself.
@@ -360,8 +301,6 @@ class TokenizeRequest(_Request):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -28,15 +27,15 @@ class Shape(Protocol):
 
     def whole(self, ended: Sequence[TextDelta], usage: Usage) -> Struct: ...
     def opening(self, index: int) -> Struct | None: ...
-    def chunk(self, delta: TextDelta) -> Struct: ...
+    def chunk(self, delta: TextDelta, usage: Usage | None) -> Struct: ...
     def usage_chunk(self, usage: Usage) -> Struct: ...
 
 
 class ChatShape:
     """Objects chat.completion and chat.completion.chunk."""
 
-    def __init__(self, model: str, include_usage: bool) -> None:
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+    def __init__(self, request_id: str, model: str, include_usage: bool) -> None:
+        self._id = f"chatcmpl-{request_id}"
         self._created = int(time.time())
         self._model = model
         # With include_usage every chunk carries usage, null but in the last.
@@ -54,27 +53,27 @@ class ChatShape:
         """The first chunk of a choice: the role."""
         return self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
 
-    def chunk(self, delta: TextDelta) -> ChatChunk:
-        """New text; with the finish_reason if it is the choice's last."""
+    def chunk(self, delta: TextDelta, usage: Usage | None) -> ChatChunk:
+        """New text; with the finish_reason if it is the choice's last, and usage if given."""
         choice = ChatChunkChoice(delta.index, ChatDelta(content=delta.text))
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             choice.stop_reason = delta.stop_reason
-        return self._chunk(choice)
+        return self._chunk(choice, usage)
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         """The last chunk when usage was asked for."""
         return ChatChunk(self._id, self._created, self._model, [], usage)
 
-    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(self._id, self._created, self._model, [choice], self._no_usage)
+    def _chunk(self, choice: ChatChunkChoice, usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(self._id, self._created, self._model, [choice], usage or self._no_usage)
 
 
 class CompletionShape:
     """Object text_completion, whole and as chunks."""
 
-    def __init__(self, model: str, include_usage: bool) -> None:
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+    def __init__(self, request_id: str, model: str, include_usage: bool) -> None:
+        self._id = f"cmpl-{request_id}"
         self._created = int(time.time())
         self._model = model
         self._no_usage = None if include_usage else UNSET
@@ -88,10 +87,10 @@ class CompletionShape:
         """Completions have no chunk before the text."""
         return None
 
-    def chunk(self, delta: TextDelta) -> Completion:
-        """New text; with the finish_reason if it is the choice's last."""
+    def chunk(self, delta: TextDelta, usage: Usage | None) -> Completion:
+        """New text; with the finish_reason if it is the choice's last, and usage if given."""
         choices = [_completion_choice(delta)]
-        return Completion(self._id, self._created, self._model, choices, self._no_usage)
+        return Completion(self._id, self._created, self._model, choices, usage or self._no_usage)
 
     def usage_chunk(self, usage: Usage) -> Completion:
         """The last chunk when usage was asked for."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from neojax.config import ServeConfig
 from neojax.engine.messages import Ready
 from neojax.serve.engine_client import EngineClient
@@ -19,8 +21,8 @@ class ServeState:
 
     def __init__(self, config: ServeConfig, stall_s: float = STALL_S) -> None:
         self.config = config
-        self.model_name = config.served_model_name or config.model
-        self.metrics = Metrics(self.model_name)
+        self.model_names = config.served_names
+        self.metrics = Metrics(self.model_names[0])
         self.metrics.stats = lambda: self.client.stats if self.client is not None else None
         self.metrics.ready = lambda: self.ready
         self.stall_s = stall_s
@@ -50,6 +52,12 @@ class ServeState:
         if stalled_s > self.stall_s:
             return f"the engine has finished no step for {stalled_s:.0f} s"
         return None
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        """Seconds since the engine finished a step, by its last word; None before its first."""
+        stats = self.client.stats if self.client is not None else None
+        return None if stats is None else max(0.0, time.time() - stats.last_step_unix_s)
 
     def check_size(self, num_choices: int) -> None:
         """Raise 400 when one request asks for more choices than may ever be queued."""

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from neojax.config import ServeConfig
 from neojax.serve.app import create_app
+from neojax.serve.connection import MAX_HEADER_BYTES, Connection
 from neojax.serve.engine_client import EngineClient
 from neojax.serve.engine_process import EngineProcess
 from neojax.serve.gate import Gate
@@ -67,8 +68,8 @@ class Supervisor:
                 self._application(),
                 ssl_certfile=self._config.ssl_certfile,
                 ssl_keyfile=self._config.ssl_keyfile,
-                http="h11",  # bounds the size of headers
-                h11_max_incomplete_event_size=64 * 1024,
+                http=Connection,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -154,7 +155,7 @@ class Supervisor:
             '\'{"messages": [{"role": "user", "content": "What is the capital of France?"}]}\'',
             ready.startup_s,
             self._url,
-            self._state.model_name,
+            self._state.model_names[0],
             ready.device,
             self._url,
         )

@@ -19,6 +19,13 @@ from neojax.text.tokenizer import Tokenizer
 
 # Above this many characters a text is encoded in a thread, so that streams keep flowing.
 _LONG_TEXT = 4096
+# Variables of a template that are not the client's to set.
+_RESERVED = frozenset(
+    {
+        *("messages", "template", "bos_token", "eos_token"),
+        *("add_generation_prompt", "continue_final_message"),
+    }
+)
 
 
 class TextModel:
@@ -31,11 +38,13 @@ class TextModel:
         *,
         chat_template: str | None = None,
         defaults: SamplingDefaults | None = None,
+        trust_request_template: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.checkpoint = checkpoint
         self.chat_template = chat_template or tokenizer.chat_template
         self.defaults = defaults or SamplingDefaults()
+        self._trust_request_template = trust_request_template
 
     @classmethod
     def load(cls, config: ServeConfig) -> TextModel:
@@ -53,7 +62,13 @@ class TextModel:
         defaults = SamplingDefaults()
         if config.generation_config == "auto":
             defaults = SamplingDefaults.of_checkpoint(checkpoint)
-        return cls(tokenizer, checkpoint, chat_template=template, defaults=defaults)
+        return cls(
+            tokenizer,
+            checkpoint,
+            chat_template=template,
+            defaults=defaults,
+            trust_request_template=config.trust_request_chat_template,
+        )
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text."""
@@ -69,20 +84,32 @@ class TextModel:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        template: str | None = None,
         kwargs: Mapping[str, Any],
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation. The template writes the special tokens itself."""
-        template = self.chat_template
+        """Token ids of a conversation. The template writes the special tokens itself.
+
+        template: the client's own. It is a program: the sandbox keeps it from the machine, but
+        not from running for ever, so the operator must have said that clients are trusted.
+        """
+        if template is not None and not self._trust_request_template:
+            raise ApiError(
+                400,
+                "chat_template in a request needs a server started with "
+                "--trust-request-chat-template",
+                param="chat_template",
+            )
+        template = template or self.chat_template
         if not template:
             raise ApiError(
                 400,
                 "this model has no chat template: use /v1/completions, or serve an instruct model",
                 param="messages",
             )
-        reserved = {"messages", "template", "add_generation_prompt", "bos_token", "eos_token"}
-        if reserved & kwargs.keys():
-            names = ", ".join(sorted(reserved & kwargs.keys()))
+        if _RESERVED & kwargs.keys():
+            names = ", ".join(sorted(_RESERVED & kwargs.keys()))
             raise ApiError(
                 400,
                 f"chat_template_kwargs may not set {names}",
@@ -93,6 +120,7 @@ class TextModel:
                 template,
                 [_for_template(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 bos_token=self.tokenizer.bos_token,
                 eos_token=self.tokenizer.eos_token,
                 **kwargs,

@@ -14,6 +14,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# Noncharacters of Unicode, which no text holds.
+_MARK = "\ufdd0\ufdd1"
+
 
 class TemplateError(ValueError):
     """The template is broken, or refuses these messages."""
@@ -24,6 +27,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     bos_token: str = "",
     eos_token: str = "",
     **kwargs: Any,
@@ -31,12 +35,19 @@ def render_chat(
     """The prompt for a chat, as transformers' apply_chat_template gives it.
 
     messages: each with a role and a content: a string, a list of text parts, or None.
+    continue_final_message: the prompt ends with the last message's text, to be continued.
     kwargs: further variables of the template, such as enable_thinking.
     Raises TemplateError with the template's own words.
     """
+    shown = [_with_text(message) for message in messages]
+    if continue_final_message:
+        if not shown:
+            raise TemplateError("there is no message to continue")
+        # A mark, not the text: it may occur elsewhere, and templates strip its end.
+        shown[-1]["content"] += _MARK
     try:
-        return _compiled(template).render(
-            messages=[_with_text(message) for message in messages],
+        text = _compiled(template).render(
+            messages=shown,
             add_generation_prompt=add_generation_prompt,
             bos_token=bos_token,
             eos_token=eos_token,
@@ -49,6 +60,11 @@ def render_chat(
     except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
         # What a template's expressions raise on messages that it was not written for.
         raise TemplateError(f"the chat template cannot render these messages: {error}") from error
+    if not continue_final_message:
+        return text
+    if text.count(_MARK) != 1:
+        raise TemplateError("the chat template does not show the last message once: not continued")
+    return text.partition(_MARK)[0]
 
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:

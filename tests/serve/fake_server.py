@@ -1,18 +1,26 @@
-"""The real server over the fake engine, as a command: fake options, `--`, the server's flags."""
+"""The real server over the fake engine, as a command: options, `--`, the server's flags.
+
+--stall-s and --header-timeout-s shorten what a test cannot wait for; the other options are the
+fake engine's.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from neojax.serve import connection
 from neojax.serve.__main__ import main
 
 if __name__ == "__main__":
     split = sys.argv.index("--")
-    engine = [sys.executable, str(Path(__file__).with_name("fake_engine.py")), *sys.argv[1:split]]
-    stall_s = float(engine.pop()) if "--stall-s" in engine else None
-    if stall_s is not None:
-        engine.remove("--stall-s")
-    sys.exit(main(sys.argv[split + 1 :], engine_command=engine, stall_s=stall_s))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stall-s", type=float)
+    parser.add_argument("--header-timeout-s", type=float, default=connection.HEADER_TIMEOUT_S)
+    options, of_engine = parser.parse_known_args(sys.argv[1:split])
+    connection.HEADER_TIMEOUT_S = options.header_timeout_s
+    engine = [sys.executable, str(Path(__file__).with_name("fake_engine.py")), *of_engine]
+    sys.exit(main(sys.argv[split + 1 :], engine_command=engine, stall_s=options.stall_s))

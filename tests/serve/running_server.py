@@ -120,7 +120,12 @@ def start_fake(
     """A server over the fake engine, still loading; `fake` are the options of the engine."""
     log = directory / "engine.log"
     command = [sys.executable, str(COMMAND), "--log", str(log), *fake, "--"]
-    return RunningServer([*command, str(checkpoint), "--served-model-name", "tiny", *flags], log)
+    name = (
+        ()
+        if any("--served-model-name" in flag for flag in flags)
+        else ("--served-model-name", "tiny")
+    )
+    return RunningServer([*command, str(checkpoint), *name, *flags], log)
 
 
 @contextlib.contextmanager

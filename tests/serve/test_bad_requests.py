@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.running_server import RunningServer, script
+from tests.serve.running_server import RunningServer, script, wait_for
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -319,6 +319,35 @@ def test_a_request_id_comes_back_and_a_bad_one_is_replaced(server: RunningServer
         reply = server.get("/v1/models", headers={"X-Request-Id": bad.encode("latin-1")})
         assert 0 < len(reply.headers["x-request-id"]) <= 64
         assert reply.headers["x-request-id"] != bad
+
+
+def test_the_id_of_a_request_is_in_the_answer_the_log_and_the_engine(server: RunningServer):
+    for headers, body, expected in [
+        ({"X-Request-Id": "from-header"}, {}, "from-header"),
+        ({"X-Request-Id": "from-header"}, {"request_id": "from-body.1"}, "from-body.1"),
+    ]:
+        reply = httpx.post(
+            server.url + COMPLETIONS, json={"prompt": "a", "n": 2, **body}, headers=headers
+        )
+        assert reply.json()["id"] == f"cmpl-{expected}"
+        assert reply.headers["x-request-id"] == expected
+        ids = [event["id"] for event in server.events("add")[-2:]]
+        assert all(engine_id.startswith(f"{expected}-") for engine_id in ids)
+        line = wait_for(
+            lambda name=expected: [x for x in server.lines if f"request_id={name} " in x], "no line"
+        )[0]
+        assert "prompt_tokens=1 completion_tokens=32" in line
+    again = [server.complete("a", request_id="twice").status_code for _ in range(2)]
+    assert again == [200, 200]
+    for bad in ("", "a b", "x" * 129, "é", 7):
+        assert expect_error(server.complete("a", request_id=bad))["param"] == "request_id"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/messages"])
+def test_an_api_for_more_than_text_answers_that_it_is_not_there(server: RunningServer, path: str):
+    error = expect_error(server.post(path, {"input": "a"}), 501)
+    assert error["type"] == "NotImplementedError"
+    assert path in error["message"]
 
 
 @pytest.mark.parametrize(

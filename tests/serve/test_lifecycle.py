@@ -131,6 +131,68 @@ def test_requests_beyond_the_queue_limit_get_503_and_retry_after(
         assert "128000 choices" in never.json()["error"]["message"]
 
 
+def test_requests_that_arrive_together_do_not_overshoot_the_queue_limit(
+    tiny_checkpoint: Path, tmp_path: Path
+):
+    with serving(tiny_checkpoint, tmp_path, "--max-num-queued-reqs", "3") as server:
+        address = httpx.URL(server.url)
+        raw = json.dumps({"prompt": script(wait=1.0), "max_tokens": 1}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        request = f"{head}Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
+        sockets = [socket.create_connection((address.host, address.port)) for _ in range(24)]
+        # Stopped, the server finds all of them waiting when it goes on.
+        server.process.send_signal(signal.SIGSTOP)
+        for sock in sockets:
+            sock.sendall(request)
+        server.process.send_signal(signal.SIGCONT)
+        statuses = []
+        for sock in sockets:
+            with sock:
+                statuses.append(sock.recv(65536).split()[1])
+        assert sorted(statuses) == [b"200"] * 3 + [b"503"] * 21
+        assert len(server.events("add")) == 3
+
+
+def test_headers_that_drip_in_are_not_waited_for_and_others_are_served_meanwhile(
+    tiny_checkpoint: Path, tmp_path: Path
+):
+    with serving(tiny_checkpoint, tmp_path, fake=("--header-timeout-s", "0.6")) as server:
+        address = httpx.URL(server.url)
+        sockets = [socket.create_connection((address.host, address.port)) for _ in range(200)]
+        closed = 0
+        start_s = time.monotonic()
+        for sock in sockets:
+            sock.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        while time.monotonic() < start_s + 0.4:
+            for sock in sockets:
+                sock.sendall(b"X")
+            assert server.complete("a", max_tokens=2).status_code == 200
+        for sock in sockets:
+            sock.settimeout(3)
+            try:
+                closed += sock.recv(1) == b""
+            except ConnectionResetError:
+                closed += 1
+            sock.close()
+        assert closed == 200
+        assert server.is_alive()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_that_is_used_again_outlives_the_time_for_headers(
+    tiny_checkpoint: Path, tmp_path: Path, stream: bool
+):
+    with (
+        serving(tiny_checkpoint, tmp_path, fake=("--header-timeout-s", "0.3")) as server,
+        httpx.Client(base_url=server.url, timeout=10) as client,
+    ):
+        for _ in range(2):
+            body = {"prompt": script(delay=0.05), "max_tokens": 10, "stream": stream}
+            assert client.post("/v1/completions", json=body).status_code == 200
+            time.sleep(0.4)
+        assert len(server.lines) == len([line for line in server.lines if "rror" not in line])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long_ends_with_a_timeout_and_is_aborted(
     tiny_checkpoint: Path, tmp_path: Path, stream: bool

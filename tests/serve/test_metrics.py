@@ -73,7 +73,7 @@ def test_the_access_log_names_the_request_and_probes_are_not_logged(server: Runn
     line = wait_for(
         lambda: [line for line in server.lines if "find-me" in line], "no line in the log"
     )[0]
-    assert "GET /v1/models 200" in line
+    assert "GET /v1/models status=200" in line
     assert "GET /health" not in server.stderr
 
 

@@ -73,6 +73,16 @@ def test_usage_comes_in_one_last_chunk_and_only_if_asked(
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_usage_in_every_chunk_counts_the_tokens_so_far(server: RunningServer):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": script(say="abc"), "stream_options": options}
+    events = raw_events(server, "/v1/completions", body)[:-1]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert events[-1]["choices"] == []
+
+
 @pytest.mark.parametrize("per", [1, 3, 8])
 @pytest.mark.parametrize("stop", [None, "beta gamma", "ta ga", ["a b", "beta"], "🌶", "alpha"])
 @pytest.mark.parametrize("text", [SAID, EMOJI])

@@ -100,3 +100,47 @@ def test_impossible_sampling_defaults_end_the_start_with_what_to_do(
     server = start_fake(checkpoint, tmp_path)
     assert server.wait() == 1
     assert "--generation-config none" in server.stderr
+
+
+def test_a_message_of_the_assistant_is_continued(server: RunningServer):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer "}]
+    body = {"messages": messages, "max_tokens": 1, "continue_final_message": True}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    prompt = server.events("add")[-1]["prompt"]
+    assert prompt.endswith("<|im_start|>assistant\nThe answer ")
+    tokenized = server.post("/tokenize", {**body, "max_tokens": None}).json()["tokens"]
+    text = server.post("/detokenize", {"tokens": tokenized}).json()["prompt"]
+    assert text == prompt
+    both = server.post("/v1/chat/completions", {**body, "add_generation_prompt": True})
+    assert both.status_code == 400
+    assert "exclude each other" in both.json()["error"]["message"]
+
+
+def test_a_template_in_a_request_is_rendered_only_where_clients_are_trusted(
+    server: RunningServer, tiny_checkpoint: Path, tmp_path: Path
+):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    body["chat_template"] = "<{{ messages[0].content }}>"
+    refused = server.post("/v1/chat/completions", body)
+    assert refused.status_code == 400
+    assert "--trust-request-chat-template" in refused.json()["error"]["message"]
+    with serving(tiny_checkpoint, tmp_path, "--trust-request-chat-template") as trusting:
+        assert trusting.post("/v1/chat/completions", body).status_code == 200
+        assert trusting.events("add")[-1]["prompt"] == "<hi>"
+        for bad in ("{% for %}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}"):
+            reply = trusting.post("/v1/chat/completions", {**body, "chat_template": bad})
+            assert reply.status_code == 400, bad
+
+
+def test_a_model_may_have_several_names(tiny_checkpoint: Path, tmp_path: Path):
+    with serving(tiny_checkpoint, tmp_path, "--served-model-name=one, two/three") as server:
+        assert [card["id"] for card in server.get("/v1/models").json()["data"]] == [
+            "one",
+            "two/three",
+        ]
+        assert server.get("/v1/models/two/three").json()["id"] == "two/three"
+        for asked, told in [("two/three", "two/three"), (None, "one")]:
+            assert server.complete("a", model=asked).json()["model"] == told
+        refused = server.complete("a", model="tiny")
+        assert refused.status_code == 404
+        assert "served: one, two/three" in refused.json()["error"]["message"]

@@ -85,3 +85,19 @@ def test_the_callers_messages_stay_as_they_are():
     messages = [{"role": "user", "content": None}]
     render_chat(ECHO, messages)
     assert messages == [{"role": "user", "content": None}]
+
+
+def test_the_last_message_is_continued_with_the_spaces_at_its_end():
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab "}]
+    text = render_chat(template, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<user>ab</user><assistant>ab "
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].role }}", "{{ messages }}{{ messages }}"])
+def test_a_template_that_does_not_show_the_last_message_once_cannot_continue_it(template: str):
+    with pytest.raises(TemplateError, match="not continued"):
+        render_chat(template, [{"role": "user", "content": "a"}], continue_final_message=True)
