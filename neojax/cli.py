@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -17,11 +18,21 @@ from typing import Any, NoReturn, TypeVar
 
 Config = TypeVar("Config")
 
+RENAMED = {
+    "context_length": "max_model_len",
+    "kv_offloading_size": "cpu_kv_gib",
+    "model_path": "model",
+    "random_seed": "seed",
+    "swap_space": "cpu_kv_gib",
+}
+"""Other engines' names of flags, and ours."""
+
 NOT_YET = {
     "kv_cache_dtype": "the KV cache has the type of --dtype on both sides",
     "enable_prefix_caching": "every prompt is prefilled from its first token",
     "quantization": "weights are kept in --dtype; quantised GGUF files are dequantised when loaded",
     "tensor_parallel_size": "one device is used",
+    "tp_size": "one device is used",
     "cpu_offload_gb": "weights stay on the device; --cpu-kv-gib gives the KV cache host memory",
 }
 """Flags of other engines that a hand may type, and what holds instead."""
@@ -53,7 +64,8 @@ def parse(
                 _fail(prog, "--config needs the path of a YAML file")
             from_file = _from_yaml(flag.value, cls, prog, skip=set(seen))
         else:
-            rest.append(flag.text if flag.value is None else f"{flag.text}={flag.value}")
+            value = _counted(flag, cls)
+            rest.append(flag.text if value is None else f"{flag.text}={value}")
     try:
         return tyro.cli(cls, prog=prog, args=[*from_file, *rest], description=_usage(cls, prog))
     except ValueError as error:  # a rule of the dataclass itself
@@ -138,11 +150,24 @@ def _known_name(flag: str, cls: type, prog: str) -> str:
     known = [field.name for field in dataclasses.fields(cls)] + ["config", "help", "h"]
     if name in NOT_YET:
         _fail(prog, f"{flag} is not there yet: {NOT_YET[name]}")
+    if name in RENAMED:
+        _fail(prog, f"there is no {flag}: here it is --{RENAMED[name].replace('_', '-')}")
     if name not in known:
         near = ["--" + n.replace("_", "-") for n in difflib.get_close_matches(name, known, 3, 0.5)]
         hint = f"did you mean {' or '.join(near)}?" if near else f"see {prog} --help"
         _fail(prog, f"there is no {flag}: {hint}")
     return name
+
+
+def _counted(flag: _Flag, cls: type) -> str | None:
+    """The flag's value; of an integer setting also 32k (thousands) and 32K (times 1024)."""
+    from typing import get_type_hints
+
+    found = re.fullmatch(r"(\d+)([kKmM])", flag.value or "")
+    hint = get_type_hints(cls).get(_name(flag.text, cls))
+    if found is None or hint not in (int, int | None):
+        return flag.value
+    return str(int(found[1]) * {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}[found[2]])
 
 
 def _from_yaml(path: str, cls: type, prog: str, skip: set[str]) -> list[str]:

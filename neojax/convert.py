@@ -146,8 +146,8 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """The command."""
+def main(argv: list[str] | None = None) -> int:
+    """The command; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m neojax.convert", description=(__doc__ or "").split("\n\n")[0]
     )
@@ -155,14 +155,15 @@ def main() -> None:
     parser.add_argument("destination", type=Path, help="directory to make")
     parser.add_argument("--to", choices=["safetensors", "orbax"], default="safetensors")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         source = resolve_checkpoint(arguments.source)
         convert(source, arguments.destination, to=arguments.to, dtype=arguments.dtype)
     except (ValueError, OSError) as error:
         raise SystemExit(f"neojax: {error}") from error
     print(arguments.destination, file=sys.stdout)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

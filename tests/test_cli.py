@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from neojax.cli import field_help, flags_markdown, parse
+from neojax.cli import NOT_YET, RENAMED, field_help, flags_markdown, parse
 from neojax.config import EngineConfig, ServeConfig
 
 FLAGS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
@@ -71,6 +71,25 @@ def test_a_wrong_command_line_is_refused_with_what_would_be_right(
     capsys: pytest.CaptureFixture[str], argv: list[str], expected: str
 ):
     assert expected in refusal(capsys, *argv)
+
+
+def test_lengths_may_be_given_in_thousands_as_in_vllm():
+    assert parsed("--max-model-len", "32k").max_model_len == 32_000
+    assert parsed("--max-model-len=32K").max_model_len == 32_768
+    assert parsed("--num-gpu-blocks-override=1m").num_gpu_blocks_override == 1_000_000
+    assert parsed("--served-model-name=32k").served_model_name == "32k"
+
+
+@pytest.mark.parametrize(
+    ("flag", "ours"), [("--swap-space", "--cpu-kv-gib"), ("--context-length", "--max-model-len")]
+)
+def test_other_engines_names_of_flags_are_refused_with_ours(capsys, flag: str, ours: str):
+    assert f"there is no {flag}: here it is {ours}" in refusal(capsys, flag, "4")
+
+
+def test_every_name_that_is_pointed_to_exists():
+    assert set(RENAMED.values()) <= {field.name for field in dataclasses.fields(ServeConfig)}
+    assert not (set(RENAMED) | set(NOT_YET)) & {f.name for f in dataclasses.fields(ServeConfig)}
 
 
 def test_a_config_file_sets_what_the_command_line_does_not(tmp_path: Path):

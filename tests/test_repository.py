@@ -24,6 +24,7 @@ TOP_LEVEL = {
 # Arrows go down only: a part may import itself, `anywhere` and what stands beside it here.
 ANYWHERE = {"config", "environment", "sampling_params"}
 ARROWS = {
+    "__main__": set(),
     "config": set(),
     "environment": set(),
     "sampling_params": set(),

@@ -120,11 +120,8 @@ def start_fake(
     """A server over the fake engine, still loading; `fake` are the options of the engine."""
     log = directory / "engine.log"
     command = [sys.executable, str(COMMAND), "--log", str(log), *fake, "--"]
-    name = (
-        ()
-        if any("--served-model-name" in flag for flag in flags)
-        else ("--served-model-name", "tiny")
-    )
+    is_named = any("--served-model-name" in flag for flag in flags)
+    name = () if is_named else ("--served-model-name", "tiny")
     return RunningServer([*command, str(checkpoint), *name, *flags], log)
 
 
