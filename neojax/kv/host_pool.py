@@ -45,6 +45,9 @@ class HostPool:
         host_attention.ensure_registered()
         self._window = window or 0
         self.num_blocks = num_blocks
+        self._geometry = geometry
+        self._num_heads = num_heads
+        self._scale = scale
         self._workers = native.WorkerPool(num_threads)
         self._cache = native.HostKVCache(
             geometry.num_layers,
@@ -78,6 +81,11 @@ class HostPool:
         self._next_plan = 0
 
     @property
+    def num_threads(self) -> int:
+        """Threads that attend, the lane's own included."""
+        return self._workers.num_threads
+
+    @property
     def next_plan(self) -> int:
         """The ring entry that the next `put_plan` fills."""
         return self._next_plan
@@ -99,6 +107,34 @@ class HostPool:
             window=self._window,
         )
         self._next_plan = (self._next_plan + 1) % NUM_PLANS
+
+    def time_decode(
+        self, context_lens: np.ndarray, tables: np.ndarray, num_calls: int
+    ) -> list[float]:
+        """Seconds of each of so many calls of decode attention, on one layer after the other.
+
+        Writes the last token of every row: for idle moments only.
+
+        Args:
+            context_lens: i32[B], each with the row's own token.
+            tables: i32[B, W]
+        """
+        g = self._geometry
+        row = (self._num_heads + 2 * g.num_kv_heads) * g.head_dim
+        rows = np.zeros((len(context_lens), row), g.dtype)
+        if self._window:
+            context_lens = np.minimum(context_lens, self._window)
+        return native.time_attend(
+            self._cache,
+            self._workers,
+            rows,
+            context_lens,
+            tables,
+            num_q_heads=self._num_heads,
+            scale=self._scale,
+            num_calls=num_calls,
+            isa=self.lane.isa,
+        )
 
     def error(self) -> str | None:
         """What went wrong in a worker since the last `reset`."""

@@ -75,7 +75,7 @@ def run_device_only(state: DeviceState, batch: Batch, layers_per_program: int) -
 
 def run_pipelined(state: DeviceState, batches: list[Batch]) -> list[Sampled]:
     """Launch a PIPELINED step of one or two sub-batches."""
-    lanes = [_SubBatchLane(state, batch) for batch in batches]
+    lanes = [SubBatchLane(state, batch) for batch in batches]
     for lane in lanes:
         lane.enter()
     for layer in range(1, len(state.layers)):
@@ -84,7 +84,7 @@ def run_pipelined(state: DeviceState, batches: list[Batch]) -> list[Sampled]:
     return [lane.leave() for lane in lanes]
 
 
-class _SubBatchLane:
+class SubBatchLane:
     """One sub-batch on its way through the layers."""
 
     def __init__(self, state: DeviceState, batch: Batch) -> None:

@@ -23,10 +23,12 @@ from neojax.ops import attention
 from neojax.runner import lanes
 from neojax.runner.compile_counter import CompileCounter
 from neojax.runner.lanes import Batch, DeviceState, Sampled
+from neojax.runner.profiler import Profiler
 from neojax.runner.programs import Arguments, Programs, Signature, compile_all, signatures
 from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
 from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages
 from neojax.runner.step_meta import MetaLayout
+from neojax.scheduler.costs import CostTables
 from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
 
 log = logging.getLogger(__name__)
@@ -130,6 +132,16 @@ class Runner:
             layer_ids=tuple(jnp.asarray(i, jnp.int32) for i in range(c.num_layers)),
         )
         self._make_pools()
+        self._attention = attention.device_attention(
+            geometry=attention.Geometry(
+                c.num_heads,
+                c.num_kv_heads,
+                c.head_dim,
+                geometry.block_size,
+                geometry.dtype.name,
+                self._parts.window,
+            )
+        )
         self._programs = self._make_programs()
 
     @property
@@ -189,6 +201,38 @@ class Runner:
             jax.block_until_ready(self._state.tokens)
         self._counter.reset()
         return compiled
+
+    def profile(self, *, progress: bool = True) -> CostTables:
+        """Measure what a step's parts cost here; after `warm_up`, before the first request.
+
+        Raises ValueError without a host pool: there is nothing to weigh the device against.
+        """
+        if self.host is None:
+            raise ValueError("costs are measured only where there is a host pool")
+        profiler = Profiler(
+            self._state,
+            self._programs,
+            self._buckets,
+            self.geometry,
+            self.host,
+            layers_per_program=self.config.layers_per_program,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+        )
+        return profiler.tables(progress=progress)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What `profile`'s figures depend on, besides the machine and the versions in use."""
+        arrays = [(a.shape, a.dtype.name) for a in (*self._state.ends, *self._state.layers[0])]
+        host = self.host
+        return {
+            "model": str(arrays),
+            "config": str(self.config),
+            "geometry": str(self.geometry),
+            "buckets": str(self._buckets),
+            "attention": self._attention.name,
+            "host": "" if host is None else f"{host.num_threads} threads, {host.lane.isa}",
+        }
 
     def close(self) -> None:
         """Wait for the device, stop the host workers, give up both pools' memory."""
@@ -262,17 +306,6 @@ class Runner:
             self._state.scratch = pools((self.scratch_tokens,), 2)
 
     def _make_programs(self) -> dict[tuple[Shape, int], Programs]:
-        g, parts = self.geometry, self._parts
-        attend = attention.device_attention(
-            geometry=attention.Geometry(
-                parts.num_heads,
-                parts.num_kv_heads,
-                parts.head_dim,
-                g.block_size,
-                g.dtype.name,
-                parts.window,
-            )
-        )
         lane = None if self.host is None else self.host.lane.id
 
         def programs(shape: Shape, index: int, ends: Programs | None = None) -> Programs:
@@ -285,7 +318,7 @@ class Runner:
                 num_scratch_slots=self.scratch_tokens,
             )
             channel = None if lane is None else Channel(lane, index)
-            stages = Stages(self._parts, layout, attend, channel)
+            stages = Stages(self._parts, layout, self._attention, channel)
             return Programs(stages, self._buckets.attentions(shape), ends)
 
         made = {(shape, B0): programs(shape, B0) for shape in self._buckets.device_shapes}

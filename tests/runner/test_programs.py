@@ -11,15 +11,7 @@ import pytest
 from neojax.config import EngineConfig
 from neojax.runner.shapes import Buckets
 from neojax.sampling_params import SamplingParams
-from tests.engine.tiny import GREEDY, mixed_requests, run_all, tiny_engine, tiny_model
-
-
-@pytest.fixture(scope="module")
-def warmed_up():
-    engine = tiny_engine(tiny_model(), num_device_blocks=40, num_host_blocks=64)
-    compiled = engine.runner.warm_up(progress=False)
-    yield engine, compiled
-    engine.close()
+from tests.engine.tiny import GREEDY, mixed_requests, run_all
 
 
 def test_nothing_compiles_after_warm_up(warmed_up):
