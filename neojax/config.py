@@ -32,6 +32,9 @@ class EngineConfig:
     """Directory, GGUF file, Hugging Face id, or SmolLM2-135M-Instruct, the default model."""
     load_format: LoadFormat = "auto"
     """dummy: random weights, for benchmarks and tests; needs only the model's config."""
+    model_class: str | None = None
+    """module:Class of a Flax model of your own, made by Class.from_checkpoint(path, dtype); the
+    tokenizer comes from --model. See docs/bring_your_own_model.md."""
     dtype: Dtype = "auto"
     """auto: float32 on the CPU backend, bfloat16 on sm_80 and later, else float16."""
     max_model_len: int | None = None
@@ -94,6 +97,11 @@ class EngineConfig:
         ):
             if not ok:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+        if self.model_class is not None and self.load_format != "auto":
+            raise ValueError(
+                f"load_format {self.load_format} is for neojax's own models: "
+                f"{self.model_class} reads its weights itself"
+            )
         if self.offload_policy == "full" and self.cpu_kv_gib == 0:
             raise ValueError(
                 "offload_policy full keeps every request's KV on the host, but cpu_kv_gib is 0: "

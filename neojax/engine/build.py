@@ -19,6 +19,7 @@ from neojax.environment import MAX_INFLIGHT, MEM_FRACTION, device_environment
 from neojax.kv.geometry import CPU_DEVICE_POOL_BYTES, GIB, KVGeometry, available_host_bytes
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
+from neojax.models.decoder import Decoder, DecoderConfig, load_model_class
 from neojax.runner.runner import Runner, RunnerConfig
 from neojax.runner.shapes import MAX_CHUNKS
 from neojax.scheduler.policy import load_policy
@@ -45,22 +46,15 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
     started = time.perf_counter()
     prepare_jax(config)
     policy = load_policy(config.offload_policy)
-    model_config = ModelConfig.from_checkpoint(checkpoint)
     dtype = resolve_dtype(config.dtype)
+    model = _load(config, checkpoint, dtype, progress)
+    model_config = model.config
     geometry = KVGeometry(
         model_config.num_layers,
         model_config.num_kv_heads,
         model_config.head_dim,
         config.block_size,
         dtype,
-    )
-    model = load_model(
-        checkpoint,
-        model_config.limited_to(config.max_model_len),
-        dtype=dtype,
-        load_format=config.load_format,
-        seed=config.seed,
-        progress=progress,
     )
     sizes = resolve_sizes(
         config,
@@ -105,6 +99,19 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         runner.warm_up(progress=progress)
     _log_sizes(geometry, sizes, runner, time.perf_counter() - started)
     return engine
+
+
+def _load(config: EngineConfig, checkpoint: Path, dtype: np.dtype, progress: bool) -> Decoder:
+    if config.model_class is not None:
+        return load_model_class(config.model_class, checkpoint, dtype)
+    return load_model(
+        checkpoint,
+        ModelConfig.from_checkpoint(checkpoint).limited_to(config.max_model_len),
+        dtype=dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=progress,
+    )
 
 
 def prepare_jax(config: EngineConfig) -> None:
@@ -194,7 +201,7 @@ def _device_pool_bytes(config: EngineConfig, reserve_bytes: int) -> float:
     return stats["bytes_limit"] - stats["bytes_in_use"] - reserve_bytes
 
 
-def activation_bytes(config: EngineConfig, model: ModelConfig, dtype: np.dtype) -> int:
+def activation_bytes(config: EngineConfig, model: DecoderConfig, dtype: np.dtype) -> int:
     """What a step needs besides weights and pools: activations, logits, room to grow.
 
     The widest moment of a layer holds gate, up and their product beside the residual; the head

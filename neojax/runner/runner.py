@@ -18,7 +18,7 @@ from flax import nnx
 
 from neojax.kv.geometry import KVGeometry
 from neojax.kv.host_pool import HostPool
-from neojax.models.llama import Llama
+from neojax.models.decoder import Decoder
 from neojax.ops import attention
 from neojax.runner import lanes
 from neojax.runner.compile_counter import CompileCounter
@@ -94,7 +94,7 @@ class StepHandle:
 class Runner:
     """A model, its pools and its compiled programs."""
 
-    def __init__(self, model: Llama, config: RunnerConfig, geometry: KVGeometry) -> None:
+    def __init__(self, model: Decoder, config: RunnerConfig, geometry: KVGeometry) -> None:
         self.config = config
         self.geometry = geometry
         c = model.config
@@ -120,7 +120,7 @@ class Runner:
                 max_chunk_tokens=config.max_num_batched_tokens,
                 num_threads=config.cpu_threads,
             )
-        self._dtype = model.ends.embedding[...].dtype
+        self._dtype = jax.eval_shape(model.ends.embed, jax.ShapeDtypeStruct((1,), jnp.int32)).dtype
         self._hidden_size = c.hidden_size
         ends, layers, self._parts = _split(model)
         self._state = DeviceState(
@@ -351,7 +351,7 @@ def _is_greedy(row: Row) -> bool:
     return not row.samples or row.request.params.is_greedy
 
 
-def _split(model: Llama) -> tuple[Leaves, tuple[Leaves, ...], ModelParts]:
+def _split(model: Decoder) -> tuple[Leaves, tuple[Leaves, ...], ModelParts]:
     """A model as flat parameters, and how to put its modules together again inside programs."""
 
     def flat(module: Any) -> tuple[Leaves, Any]:

@@ -109,7 +109,7 @@ LOGIT_POSITIONS = [0, 1, 23, 63, 64, 100, NUM_TOKENS - 1]
 def prompt_ids(name: str) -> np.ndarray:
     """int32 [NUM_TOKENS] of any tokens."""
     rng = np.random.default_rng([len(name), 7])
-    return rng.integers(0, CONFIGS[name]["vocab_size"], NUM_TOKENS, dtype=np.int32)
+    return rng.integers(0, _BASE["vocab_size"], NUM_TOKENS, dtype=np.int32)
 
 
 def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
@@ -155,10 +155,67 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
+GPT_NEOX: dict[str, Any] = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "model_type": "gpt_neox",
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_act": "gelu",
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10000,
+    "max_position_embeddings": 512,
+    "layer_norm_eps": 1e-5,
+    "use_parallel_residual": True,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""The model of examples/gpt_neox.py, which is none of neojax's own."""
+
+
+def gpt_neox_weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 tensors of GPT_NEOX, in Hugging Face's names and shapes."""
+    rng = np.random.default_rng(seed)
+    v, d, f = (GPT_NEOX[key] for key in ("vocab_size", "hidden_size", "intermediate_size"))
+    prefix = "gpt_neox.layers.{}."
+    matrices = {"gpt_neox.embed_in": (v, d), "embed_out": (v, d)}
+    norms = ["gpt_neox.final_layer_norm"]
+    linears = {}
+    for layer in range(GPT_NEOX["num_hidden_layers"]):
+        at = prefix.format(layer)
+        norms += [f"{at}input_layernorm", f"{at}post_attention_layernorm"]
+        linears |= {
+            f"{at}attention.query_key_value": (3 * d, d),
+            f"{at}attention.dense": (d, d),
+            f"{at}mlp.dense_h_to_4h": (f, d),
+            f"{at}mlp.dense_4h_to_h": (d, f),
+        }
+    tensors = {
+        f"{name}.weight": rng.normal(0.0, shape[1] ** -0.5, shape)
+        for name, shape in (matrices | linears).items()
+    }
+    tensors |= {f"{name}.bias": rng.normal(0.0, 0.2, s[0]) for name, s in linears.items()}
+    for name in norms:
+        tensors[f"{name}.weight"] = rng.normal(1.0, 0.2, d)
+        tensors[f"{name}.bias"] = rng.normal(0.0, 0.2, d)
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+def write_gpt_neox(directory: Path) -> Path:
+    """GPT_NEOX as a Hugging Face directory."""
+    return _write(directory, GPT_NEOX, gpt_neox_weights())
+
+
 def write_checkpoint(directory: Path, name: str) -> Path:
     """The model as a Hugging Face directory: config.json and model.safetensors."""
+    return _write(directory, CONFIGS[name], weights(CONFIGS[name]))
+
+
+def _write(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[name]
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights(config), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
