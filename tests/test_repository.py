@@ -42,6 +42,7 @@ ARROWS = {
     "convert": {"hub", "models", "text"},
     "llm": {"engine", "text", "hub", "outputs"},
     "bench": {"engine", "hub", "cli", "serve", "text", "_cpu_paged_attn"},
+    "plan": {"scheduler", "models", "hub", "bench", "cli"},
     "cli": set(),
     "log": set(),
 }
@@ -103,7 +104,9 @@ def test_imports_follow_the_arrows_of_the_layout(path: Path):
     assert imported <= allowed
 
 
-@pytest.mark.parametrize("part", ["config", "sampling_params", "scheduler", "serve", "text", "hub"])
+@pytest.mark.parametrize(
+    "part", ["config", "sampling_params", "scheduler", "serve", "text", "hub", "plan"]
+)
 def test_what_needs_no_device_imports_no_jax(part: str):
     for path in modules():
         if part_of(path) == part:

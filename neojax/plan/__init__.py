@@ -1,0 +1,1 @@
+"""What a machine would do, without the machine: `python -m neojax.plan` and `plan.simulate`."""

@@ -1,0 +1,162 @@
+"""An engine without a device: the real scheduler, and a clock that steps advance.
+
+It has the interface of `engine.core.EngineCore` as far as benchmarks use it, and its loop: two
+steps in flight, a step's tokens read when the next one has been launched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+
+from neojax.plan.lanes import step_times
+from neojax.sampling_params import SamplingParams
+from neojax.scheduler.costs import CostTables
+from neojax.scheduler.plan import Mode, Plan
+from neojax.scheduler.policy import load_policy
+from neojax.scheduler.request import Placement, Request
+from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
+
+MAX_STEPS_IN_FLIGHT = 2
+
+
+class VirtualClock:
+    """Time that passes only when a step takes it or somebody waits."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return self.time_s
+
+    def wait_until(self, at_s: float) -> None:
+        """Go there, unless it is past."""
+        self.time_s = max(self.time_s, at_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimulatedTokens:
+    """A token of one request, as `engine.report.RequestTokens` has it."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None
+    placement: str
+    message: None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """What one call of `step` did."""
+
+    plan: Plan | None
+    outputs: list[SimulatedTokens]
+
+
+@dataclasses.dataclass(slots=True)
+class SimulatedStats:
+    """Counters, as `engine.report.EngineStats` has them."""
+
+    steps_device_only: int = 0
+    steps_pipelined: int = 0
+    num_preemptions: int = 0
+    requests_placed_host: int = 0
+    device_s: float = 0.0  # for so long the device worked
+    host_s: float = 0.0  # for so long the host's cores attended
+
+
+class SimulatedEngine:
+    """Serves requests in virtual time: steps cost what the tables say."""
+
+    vocab_size = 1
+
+    def __init__(self, limits: SchedulerLimits, policy: str, tables: CostTables) -> None:
+        self.clock = VirtualClock()
+        self.tables = tables
+        self.scheduler = Scheduler(limits, load_policy(policy))
+        self._arrivals = itertools.count()
+        self._in_flight: deque[tuple[Plan, float]] = deque()
+        self._device_free_s = 0.0
+        self._device_s = self._host_s = 0.0
+        self._steps = dict.fromkeys(Mode, 0)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_requests or bool(self._in_flight)
+
+    def add_request(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Queue a request. Raises ValueError when it could never run."""
+        room = self.scheduler.limits.max_model_len - len(prompt_ids)
+        self.scheduler.add(
+            Request(
+                request_id=request_id,
+                prompt_ids=prompt_ids,
+                params=params,
+                max_tokens=min(params.max_tokens or room, max(1, room)),
+                stop_ids=frozenset(),
+                seed=0,
+                arrival=next(self._arrivals),
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, if known."""
+        self.scheduler.abort(request_id)
+
+    def set_policy(self, name: str) -> None:
+        """Change the policy while idle."""
+        assert not self.has_work
+        self.scheduler.policy = load_policy(name)
+
+    def set_block_limit(self, limit: int | None) -> None:
+        """Change how many device blocks may be in use, while idle."""
+        assert not self.has_work
+        self.scheduler.pools[Placement.DEVICE].set_limit(limit)
+
+    def step(self) -> SimulatedStep:
+        """Launch the next step if one can run, and read the oldest in flight when due.
+
+        Raises RuntimeError when requests wait and nothing can run.
+        """
+        plan = None
+        if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+            plan = self.scheduler.schedule()
+        if plan is not None:
+            self._steps[plan.mode] += 1
+            start_s = max(self.clock.now_s(), self._device_free_s)
+            times = step_times(plan, self.tables)
+            self._device_free_s = start_s + times.seconds
+            self._device_s += times.device_s
+            self._host_s += times.host_s
+            self._in_flight.append((plan, self._device_free_s))
+            if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+                return SimulatedStep(plan, [])
+        if not self._in_flight:
+            if self.scheduler.has_requests:
+                raise RuntimeError("requests wait, nothing runs and nothing can be scheduled")
+            return SimulatedStep(None, [])
+        done, end_s = self._in_flight.popleft()
+        self.clock.wait_until(end_s)
+        advanced = self.scheduler.update(done, [0] * len(done.sampled_rows))
+        placements = {row.request: row.placement for row in done.sampled_rows}
+        return SimulatedStep(
+            plan,
+            [
+                SimulatedTokens(r.request_id, [0], r.finish_reason, placements[r].value)
+                for r in advanced
+            ],
+        )
+
+    def stats(self) -> SimulatedStats:
+        """A snapshot of the counters."""
+        return SimulatedStats(
+            self._steps[Mode.DEVICE_ONLY],
+            self._steps[Mode.PIPELINED],
+            self.scheduler.num_preemptions,
+            self.scheduler.num_placed[Placement.HOST],
+            self._device_s,
+            self._host_s,
+        )
