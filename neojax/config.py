@@ -51,10 +51,17 @@ class EngineConfig:
     """Size of the device pool's arrays, in blocks, instead of what memory allows."""
     num_gpu_blocks_limit: int | None = None
     """Most device blocks the allocator hands out; the arrays stay as they are."""
-    cpu_kv_gib: float = 1.0
-    """Host memory for KV cache, in GiB; 0 is a plain device-only engine."""
+    cpu_kv_gib: float | None = None
+    """Host memory for KV cache, in GiB; 0 is a plain device-only engine. Default: 1, or half of
+    what is available where that is less."""
     cpu_threads: int | None = None
     """Threads of the host attention. Default: usable cores less two."""
+    cpu_bind: str = "auto"
+    """Where these threads run. A list of cores like 0-7,16: one thread on each; auto or none:
+    wherever the system puts them."""
+    cpu_isa: str | None = None
+    """Kernels of the host attention: scalar, avx2, avx512, avx512bf16, amx, neon or neonbf16.
+    Default: the fastest that this machine runs."""
     offload_policy: str = "auto"
     """auto, device-only (never use the host), or full (every request's KV on the host)."""
     layers_per_program: int | None = None
@@ -66,6 +73,7 @@ class EngineConfig:
     """Seed of requests that bring none, and of dummy weights."""
 
     def __post_init__(self) -> None:
+        _check_cores(self.cpu_bind, self.cpu_threads)
         for name, ok, rule in (
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
             (
@@ -76,7 +84,7 @@ class EngineConfig:
             ),
             ("block_size", self.block_size % 16 == 0 and self.block_size > 0, "a multiple of 16"),
             ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
-            ("cpu_kv_gib", self.cpu_kv_gib >= 0, "0 or more"),
+            ("cpu_kv_gib", self.cpu_kv_gib is None or self.cpu_kv_gib >= 0, "0 or more"),
             (
                 "layers_per_program",
                 self.layers_per_program is None or self.layers_per_program >= 1,
@@ -182,3 +190,25 @@ class ServeConfig(EngineConfig):
 
 def _items(listed: str | None) -> tuple[str, ...]:
     return tuple(item.strip() for item in (listed or "").split(",") if item.strip())
+
+
+def bound_cores(cpu_bind: str) -> tuple[int, ...]:
+    """The cores that a list like 0-7,16 names, in its order; none for auto and none."""
+    cores: list[int] = []
+    for item in _items(cpu_bind) if cpu_bind not in ("auto", "none") else ():
+        first, _, last = item.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ValueError(f"cpu_bind must be auto, none or cores like 0-7,16, got {cpu_bind!r}")
+        cores += range(int(first), int(last or first) + 1)
+    if cpu_bind not in ("auto", "none") and len(set(cores)) != max(1, len(cores)):
+        raise ValueError(f"cpu_bind must name one core or more, each once, got {cpu_bind!r}")
+    return tuple(cores)
+
+
+def _check_cores(cpu_bind: str, cpu_threads: int | None) -> None:
+    cores = bound_cores(cpu_bind)
+    if cores and cpu_threads not in (None, len(cores)):
+        raise ValueError(
+            f"cpu_bind {cpu_bind} names {len(cores)} cores, one a thread, but cpu_threads is "
+            f"{cpu_threads}: leave cpu_threads out or name as many cores"
+        )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from neojax.cli import NOT_YET, RENAMED, field_help, flags_markdown, parse
-from neojax.config import EngineConfig, ServeConfig
+from neojax.config import EngineConfig, ServeConfig, bound_cores
 
 FLAGS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
@@ -64,6 +64,10 @@ def test_dashes_underscores_and_switches_mean_the_same_setting():
         (["--dtype", "int3"], "bfloat16"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["--offload-policy", "full", "--cpu-kv-gib", "0"], "cpu_kv_gib is 0"),
+        (["--cpu-bind", "some"], "cores like 0-7,16, got 'some'"),
+        (["--cpu-bind", "3-1"], "one core or more"),
+        (["--cpu-bind", "0,0"], "each once"),
+        (["--cpu-bind", "0-3", "--cpu-threads", "2"], "names 4 cores"),
         (["--config", "/no/such/file.yaml"], "/no/such/file.yaml"),
     ],
 )
@@ -71,6 +75,12 @@ def test_a_wrong_command_line_is_refused_with_what_would_be_right(
     capsys: pytest.CaptureFixture[str], argv: list[str], expected: str
 ):
     assert expected in refusal(capsys, *argv)
+
+
+def test_cores_are_listed_as_in_taskset():
+    assert bound_cores("0-2,16") == (0, 1, 2, 16)
+    assert bound_cores("auto") == bound_cores("none") == ()
+    assert parsed("--cpu-bind", "0-2,16", "--cpu-threads", "4").cpu_bind == "0-2,16"
 
 
 def test_lengths_may_be_given_in_thousands_as_in_vllm():

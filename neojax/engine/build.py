@@ -16,7 +16,9 @@ from jax._src import xla_bridge  # there is no public way to ask whether the dev
 from neojax.config import EngineConfig, cache_dir
 from neojax.engine.core import EngineCore, check_policy
 from neojax.environment import MAX_INFLIGHT, MEM_FRACTION, device_environment
-from neojax.kv.geometry import CPU_DEVICE_POOL_BYTES, GIB, KVGeometry, available_host_bytes
+from neojax.kv import host_memory
+from neojax.kv.geometry import CPU_DEVICE_POOL_BYTES, GIB, KVGeometry
+from neojax.kv.host_pool import check_isa
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
 from neojax.models.decoder import Decoder, DecoderConfig, load_model_class
@@ -45,6 +47,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
     """An engine with everything compiled. Raises ValueError where the settings cannot be met."""
     started = time.perf_counter()
     prepare_jax(config)
+    check_isa(config.cpu_isa)
     policy = load_policy(config.offload_policy)
     dtype = resolve_dtype(config.dtype)
     model = _load(config, checkpoint, dtype, progress)
@@ -72,6 +75,8 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
             num_host_blocks=sizes.num_host_blocks,
             layers_per_program=resolve_layers_per_program(config, model_config.num_layers),
             cpu_threads=config.cpu_threads,
+            cpu_bind=config.cpu_bind,
+            cpu_isa=config.cpu_isa,
         ),
         geometry,
     )
@@ -190,13 +195,15 @@ def resolve_sizes(
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
     if config.num_gpu_blocks_override is None:
         num_device = min(num_device, most)
-    return Sizes(num_device, min(num_host, most), max_model_len)
+    num_host = min(num_host, most)
+    host_memory.check_kv_bytes(num_host * geometry.block_bytes)
+    return Sizes(num_device, num_host, max_model_len)
 
 
 def _device_pool_bytes(config: EngineConfig, reserve_bytes: int) -> float:
     stats = jax.devices()[0].memory_stats()
     if stats is None:
-        return min(CPU_DEVICE_POOL_BYTES, available_host_bytes() / 4)
+        return min(CPU_DEVICE_POOL_BYTES, host_memory.available_bytes() / 4)
     # bytes_limit is what XLA was allowed to take: the utilization is in it already.
     return stats["bytes_limit"] - stats["bytes_in_use"] - reserve_bytes
 
@@ -215,14 +222,9 @@ def activation_bytes(config: EngineConfig, model: DecoderConfig, dtype: np.dtype
 def _host_pool_bytes(config: EngineConfig) -> float:
     if config.offload_policy == "device-only":
         return 0
-    wanted = config.cpu_kv_gib * GIB
-    available = available_host_bytes()
-    if wanted > available:
-        raise ValueError(
-            f"--cpu-kv-gib {config.cpu_kv_gib} is more than the {available / GIB:.1f} GiB of host "
-            f"memory available; try --cpu-kv-gib {0.8 * available / GIB:.1f}"
-        )
-    return wanted
+    if config.cpu_kv_gib is None:
+        return host_memory.default_kv_bytes()
+    return config.cpu_kv_gib * GIB
 
 
 def resolve_layers_per_program(config: EngineConfig, num_layers: int) -> int:

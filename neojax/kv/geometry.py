@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import numpy as np
 
@@ -37,12 +36,3 @@ class KVGeometry:
     def num_blocks(self, num_bytes: float) -> int:
         """Whole blocks in so many bytes."""
         return int(num_bytes // self.block_bytes)
-
-
-def available_host_bytes() -> int:
-    """MemAvailable; what Linux thinks it can give without swapping."""
-    with open("/proc/meminfo") as f:
-        for line in f:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,13 +8,23 @@ from typing import NamedTuple
 import numpy as np
 
 from neojax import _cpu_paged_attn as native
-from neojax.kv.geometry import KVGeometry
+from neojax.config import bound_cores
+from neojax.kv.geometry import GIB, KVGeometry
 from neojax.ops import host_attention
 
 log = logging.getLogger(__name__)
 
 NUM_PLANS = 8
 """Entries of the lane's ring: two sub-batches of two steps in flight, twice over."""
+
+
+def check_isa(isa: str | None) -> None:
+    """ValueError, naming those there are, if this machine does not run the kernels called so."""
+    if isa is not None and isa not in native.available_isas():
+        raise ValueError(
+            f"--cpu-isa {isa} cannot run on this machine; available: "
+            f"{', '.join(native.available_isas())}"
+        )
 
 
 class HostPlan(NamedTuple):
@@ -39,7 +49,9 @@ class HostPool:
         scale: float,
         window: int | None = None,
         max_chunk_tokens: int,
-        num_threads: int | None,
+        num_threads: int | None = None,
+        bind: str = "auto",
+        isa: str | None = None,
     ) -> None:
         """window: tokens that each token looks back, its own included; None: all."""
         host_attention.ensure_registered()
@@ -48,15 +60,26 @@ class HostPool:
         self._geometry = geometry
         self._num_heads = num_heads
         self._scale = scale
-        self._workers = native.WorkerPool(num_threads)
-        self._cache = native.HostKVCache(
-            geometry.num_layers,
-            num_blocks,
-            geometry.num_kv_heads,
-            geometry.head_dim,
-            geometry.block_size,
-            geometry.dtype.name,
-            self._workers,
+        self._workers = native.WorkerPool(num_threads, cpus=bound_cores(bind))
+        try:
+            self._cache = native.HostKVCache(
+                geometry.num_layers,
+                num_blocks,
+                geometry.num_kv_heads,
+                geometry.head_dim,
+                geometry.block_size,
+                geometry.dtype.name,
+                self._workers,
+            )
+        except RuntimeError as error:
+            self._workers.close()
+            raise ValueError(f"{error}. Try --cpu-kv-gib with less") from None
+        log.info(
+            "host KV cache: %.2f GiB touched in %.2f s; %d threads, %s kernels",
+            self._cache.num_bytes / GIB,
+            self._cache.touch_s,
+            self._workers.num_threads,
+            native.isa(isa or ""),
         )
         # Room for the stores of two layers, so that one can leave while the next comes in.
         row_bytes = (num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
@@ -71,6 +94,7 @@ class HostPool:
             NUM_PLANS,
             cuda_device=host_attention.cuda_device(),
             staging_bytes=staging_bytes,
+            isa=isa or "",
         )
         if (report := self.lane.cuda_report) is not None:
             log.info(

@@ -55,6 +55,8 @@ class RunnerConfig:
     num_host_blocks: int
     layers_per_program: int
     cpu_threads: int | None = None
+    cpu_bind: str = "auto"
+    cpu_isa: str | None = None
     token_buckets: tuple[int, ...] | None = None  # padded sizes; None: `Buckets.of`
 
 
@@ -119,6 +121,8 @@ class Runner:
                 window=c.sliding_window,
                 max_chunk_tokens=config.max_num_batched_tokens,
                 num_threads=config.cpu_threads,
+                bind=config.cpu_bind,
+                isa=config.cpu_isa,
             )
         self._dtype = jax.eval_shape(model.ends.embed, jax.ShapeDtypeStruct((1,), jnp.int32)).dtype
         self._hidden_size = c.hidden_size

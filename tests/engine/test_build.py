@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from neojax.config import EngineConfig
-from neojax.engine.build import resolve_layers_per_program, resolve_sizes
+from neojax.engine.build import build_engine, resolve_layers_per_program, resolve_sizes
+from neojax.kv import host_memory
 from neojax.kv.geometry import GIB, KVGeometry
 
 # 2 layers x 2 heads x 64 x 4 bytes x (K and V) = 2 KiB per token, 32 KiB per block.
@@ -48,9 +49,25 @@ def test_pools_hold_no_more_than_all_sequences_can_fill():
     assert sizes.num_device_blocks == 100  # asked for by number
 
 
-def test_more_host_memory_than_there_is_is_refused():
-    with pytest.raises(ValueError, match="GiB of host memory available"):
-        resolve_sizes(config(cpu_kv_gib=1e6), GEOMETRY, 512)
+def test_only_the_cgroup_refuses_an_explicit_host_pool(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    monkeypatch.setattr(host_memory, "cgroup_room_bytes", lambda: None)
+    assert resolve_sizes(config(), GEOMETRY, 100_000).num_host_blocks == 200
+    monkeypatch.setattr(host_memory, "cgroup_room_bytes", lambda: 100 * GEOMETRY.block_bytes)
+    with pytest.raises(ValueError, match=r"memory limit .* try --cpu-kv-gib \S+ or raise"):
+        resolve_sizes(config(), GEOMETRY, 100_000)
+
+
+def test_the_default_host_pool_is_bounded_by_available_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "cgroup_room_bytes", lambda: None)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 20 * GEOMETRY.block_bytes)
+    sizes = resolve_sizes(config(cpu_kv_gib=None), GEOMETRY, 100_000)
+    assert sizes.num_host_blocks == 10
+
+
+def test_kernels_that_this_machine_lacks_are_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="--cpu-isa avx9 cannot run on this machine; available: "):
+        build_engine(config(cpu_isa="avx9"), tmp_path)
 
 
 def test_layers_per_program_must_divide_the_layers():
