@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "serve": ("neojax.serve.__main__", "serve a model over HTTP with OpenAI's API"),
     "bench": ("neojax.bench.__main__", "measure the engine, its kernels or a server"),
+    "plan": ("neojax.plan.__main__", "what fits a machine, and whether its host would help"),
     "convert": ("neojax.convert", "write a checkpoint in another format"),
 }
 """Name -> module with a `main(argv)`, and what it is for."""

@@ -92,8 +92,8 @@ def drive(
 ) -> Run:
     """Serve all of the traffic, greedily and without end tokens.
 
-    max_s: after so long the rest is aborted, and its records say so as their error. progress: the
-    text of a progress bar, None for none. Raises ValueError when a request cannot be served.
+    A request that the engine refuses has the reason as its record's error. max_s: after so long the
+    rest is aborted, and its records say so. progress: the text of a progress bar, None for none.
     """
     clock = clock or WallClock()
     rng = np.random.default_rng(seed)
@@ -102,23 +102,33 @@ def drive(
     to_send = deque(range(len(prompts)))
     start_s = clock.now_s()
 
-    def send(sent_s: float) -> None:
+    def send(sent_s: float) -> bool:
+        """Send the next request; whether the engine took it."""
         index = to_send.popleft()
         lengths = traffic.lengths[index]
         params = SamplingParams(temperature=0.0, max_tokens=lengths.output, ignore_eos=True)
-        records[str(index)] = RequestRecord(index, lengths.input, sent_s)
-        engine.add_request(str(index), prompts[index], params)
+        record = records[str(index)] = RequestRecord(index, lengths.input, sent_s)
+        try:
+            engine.add_request(str(index), prompts[index], params)
+        except ValueError as error:
+            record.error = str(error)
+            bar.update()
+        return record.error is None
 
-    for _ in range(min(traffic.clients or 0, len(prompts))):
-        send(start_s)
+    def send_for_client(sent_s: float) -> None:
+        while to_send and not send(sent_s):
+            pass
+
     with tqdm(total=len(prompts), desc=progress, disable=progress is None, leave=False) as bar:
+        for _ in range(traffic.clients or 0):
+            send_for_client(start_s)
         while engine.has_work or to_send:
             if clock.now_s() - start_s > max_s:
                 _cut_off(engine, records, to_send)
             if traffic.at_s is not None:
                 while to_send and start_s + traffic.at_s[to_send[0]] <= clock.now_s():
                     send(start_s + traffic.at_s[to_send[0]])
-                if not engine.has_work:
+                if not engine.has_work and to_send:
                     clock.wait_until(start_s + traffic.at_s[to_send[0]])
                     continue
             for output in engine.step().outputs:
@@ -132,8 +142,8 @@ def drive(
                 record.is_finished = True
                 record.error = output.message
                 bar.update()
-                if traffic.clients is not None and to_send:
-                    send(now_s)
+                if traffic.clients is not None:
+                    send_for_client(now_s)
     return Run(start_s, list(records.values()))
 
 

@@ -99,7 +99,9 @@ def summarise(records: Sequence[RequestRecord], *, start_s: float, warm_up: int 
         (r for r in records if r.is_finished and r.error is None), key=lambda r: r.token_s[-1]
     )
     if len(good) <= warm_up:
-        raise ValueError(f"{len(good)} requests finished; dropping {warm_up} leaves none")
+        errors = [r.error for r in records if r.error is not None]
+        why = f"; the first error: {errors[0]}" if errors else ""
+        raise ValueError(f"{len(good)} requests finished; dropping {warm_up} leaves none{why}")
     counted = good[warm_up:]
     begin_s = good[warm_up - 1].token_s[-1] if warm_up else start_s
     seconds = counted[-1].token_s[-1] - begin_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from neojax.bench.arrivals import Traffic
@@ -58,10 +60,13 @@ def test_what_is_left_after_the_longest_time_is_aborted_and_says_so():
     assert not engine.has_work
 
 
-def test_a_request_that_the_engine_refuses_ends_the_run():
+@pytest.mark.parametrize("form", [{"clients": 2}, {"at_s": (0, 1, 2, 30)}])
+def test_a_refused_request_is_a_record_and_the_rest_goes_on(form: dict[str, Any]):
     clock = FakeClock()
-    with pytest.raises(ValueError, match="too long"):
-        drive(FakeEngine(clock, reject="1"), traffic(2, clients=1), clock=clock)
+    run = drive(FakeEngine(clock, reject="1"), traffic(4, **form), clock=clock)
+    assert [r.error for r in run.records] == [None, "too long", None, None]
+    with pytest.raises(ValueError, match=r"0 requests finished.*too long"):
+        measure(FakeEngine(clock, reject="0"), traffic(1, clients=1), seed=0, clock=clock)
 
 
 def test_counters_are_those_of_the_run():
