@@ -63,7 +63,8 @@ class EngineConfig:
     """Kernels of the host attention: scalar, avx2, avx512, avx512bf16, amx, neon or neonbf16.
     Default: the fastest that this machine runs."""
     offload_policy: str = "auto"
-    """auto, device-only (never use the host), or full (every request's KV on the host)."""
+    """auto, device-only (never use the host), full (every request's KV on the host), or rolling
+    (host rows ride in the device's batch and advance by one layer per step)."""
     layers_per_program: int | None = None
     """Layers in one compiled program of a DEVICE_ONLY step. Default: the largest divisor of the
     model's layers up to 8."""
@@ -110,10 +111,10 @@ class EngineConfig:
                 f"load_format {self.load_format} is for neojax's own models: "
                 f"{self.model_class} reads its weights itself"
             )
-        if self.offload_policy == "full" and self.cpu_kv_gib == 0:
+        if self.offload_policy in ("full", "rolling") and self.cpu_kv_gib == 0:
             raise ValueError(
-                "offload_policy full keeps every request's KV on the host, but cpu_kv_gib is 0: "
-                "give cpu_kv_gib some memory or choose offload_policy device-only"
+                f"offload_policy {self.offload_policy} needs KV cache on the host, but cpu_kv_gib "
+                "is 0: give cpu_kv_gib some memory or choose offload_policy device-only"
             )
 
 

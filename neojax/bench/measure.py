@@ -21,6 +21,8 @@ class Stats(Protocol):
     @property
     def steps_pipelined(self) -> int: ...
     @property
+    def steps_rolling(self) -> int: ...
+    @property
     def num_preemptions(self) -> int: ...
     @property
     def requests_placed_host(self) -> int: ...
@@ -38,6 +40,7 @@ class Counters:
 
     steps_device_only: int
     steps_pipelined: int
+    steps_rolling: int
     num_preemptions: int
     requests_placed_host: int
 

@@ -44,7 +44,7 @@ def sweep_table(lines: Sequence[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
-STEP_COUNTERS = ("steps_device_only", "steps_pipelined")
+STEP_COUNTERS = ("steps_device_only", "steps_pipelined", "steps_rolling")
 
 
 def read_summary(fields: dict[str, Any]) -> Summary:

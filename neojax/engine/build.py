@@ -32,6 +32,8 @@ from neojax.text.eos import eos_token_ids
 log = logging.getLogger(__name__)
 
 MAX_LAYERS_PER_PROGRAM = 8
+ROLLING_ROWS = 32
+"""Host rows of a group: as many as the fastest hosts attend to in a step. Padding is cheap."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         model_config.max_position_embeddings,
         activation_bytes(config, model_config, dtype),
     )
+    rolling_rows = min(ROLLING_ROWS, config.max_num_seqs) if policy.rolls else 0
     runner = Runner(
         model,
         RunnerConfig(
@@ -77,6 +80,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
             cpu_threads=config.cpu_threads,
             cpu_bind=config.cpu_bind,
             cpu_isa=config.cpu_isa,
+            rolling_rows=rolling_rows,
         ),
         geometry,
     )
@@ -89,6 +93,8 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         num_host_blocks=sizes.num_host_blocks,
         max_num_chunks=MAX_CHUNKS,
         scratch_tokens=runner.scratch_tokens,
+        num_layers=model_config.num_layers,
+        rolling_rows=rolling_rows,
     )
     scheduler = Scheduler(limits, policy)
     check_policy(policy.placements, config.offload_policy, scheduler)

@@ -150,6 +150,7 @@ class EngineCore:
             generation_tokens=self._generation_tokens,
             steps_device_only=self._steps[Mode.DEVICE_ONLY],
             steps_pipelined=self._steps[Mode.PIPELINED],
+            steps_rolling=self._steps[Mode.ROLLING],
             num_compiles_after_ready=self.runner.num_compiles,
             requests_placed_device=self.scheduler.num_placed[Placement.DEVICE],
             requests_placed_host=self.scheduler.num_placed[Placement.HOST],
@@ -181,7 +182,8 @@ class EngineCore:
     def _recover(self, error: Exception, launched: Plan | None) -> list[RequestTokens]:
         """After a failed step: void what is in flight, make new pools, compute again.
 
-        A worker's error fails the host rows of the steps in flight; everything else is retried.
+        A worker's error fails the host rows of the steps in flight, and those between the layers;
+        everything else is retried.
         """
         log.error("a step failed: %s", error, exc_info=error)
         if self._steps_since_failure < STEPS_BETWEEN_FAILURES:
@@ -190,10 +192,12 @@ class EngineCore:
         plans = [plan for plan, _ in self._in_flight]
         if launched is not None and launched not in plans:
             plans.append(launched)
+        under_way = {row.request for row in self.scheduler.rows_under_way}
         self._void_steps()
         if not isinstance(error, HostLaneError):
             return []
         failed = {r.request for p in plans for r in p.rows if r.placement is Placement.HOST}
+        failed |= under_way
         outputs = []
         for request in failed:
             if request.state is not RequestState.FINISHED:

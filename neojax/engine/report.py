@@ -42,6 +42,7 @@ class EngineStats:
     generation_tokens: int
     steps_device_only: int
     steps_pipelined: int
+    steps_rolling: int
     num_compiles_after_ready: int
     requests_placed_device: int
     requests_placed_host: int

@@ -15,7 +15,10 @@ from neojax.ops import host_attention
 log = logging.getLogger(__name__)
 
 NUM_PLANS = 8
-"""Entries of the lane's ring: two sub-batches of two steps in flight, twice over."""
+"""Entries of the lane's ring: two sub-batches of two steps in flight, twice over.
+
+ROLLING holds an entry for each group besides: one a layer, and those of steps in flight.
+"""
 
 
 def check_isa(isa: str | None) -> None:
@@ -52,11 +55,13 @@ class HostPool:
         num_threads: int | None = None,
         bind: str = "auto",
         isa: str | None = None,
+        rolling_rows: int = 0,
     ) -> None:
         """window: tokens that each token looks back, its own included; None: all."""
         host_attention.ensure_registered()
         self._window = window or 0
         self.num_blocks = num_blocks
+        self._num_plans = NUM_PLANS + (geometry.num_layers + 4 if rolling_rows else 0)
         self._geometry = geometry
         self._num_heads = num_heads
         self._scale = scale
@@ -91,10 +96,12 @@ class HostPool:
             2,
             max_rows,
             scale,
-            NUM_PLANS,
+            self._num_plans,
             cuda_device=host_attention.cuda_device(),
             staging_bytes=staging_bytes,
             isa=isa or "",
+            deep_slots=geometry.num_layers + 1 if rolling_rows else 0,
+            deep_rows=rolling_rows,
         )
         if (report := self.lane.cuda_report) is not None:
             log.info(
@@ -111,8 +118,15 @@ class HostPool:
 
     @property
     def next_plan(self) -> int:
-        """The ring entry that the next `put_plan` fills."""
-        return self._next_plan
+        """The ring entry that the next `put_plan` fills: the first that is free.
+
+        Raises RuntimeError when all are taken: more is in flight than the ring was made for.
+        """
+        for _ in range(self._num_plans):
+            if not self.lane.plan_in_use(self._next_plan):
+                return self._next_plan
+            self._next_plan = (self._next_plan + 1) % self._num_plans
+        raise RuntimeError(f"all {self._num_plans} plans of the host lane are in use")
 
     def put_plan(self, plan: HostPlan, num_layers: int) -> None:
         """Hand the lane a sub-batch's tables, before its programs are launched.
@@ -130,7 +144,7 @@ class HostPool:
             uses,
             window=self._window,
         )
-        self._next_plan = (self._next_plan + 1) % NUM_PLANS
+        self._next_plan = (self._next_plan + 1) % self._num_plans
 
     def time_decode(
         self, context_lens: np.ndarray, tables: np.ndarray, num_calls: int

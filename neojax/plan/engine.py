@@ -61,6 +61,7 @@ class SimulatedStats:
 
     steps_device_only: int = 0
     steps_pipelined: int = 0
+    steps_rolling: int = 0
     num_preemptions: int = 0
     requests_placed_host: int = 0
     device_s: float = 0.0  # for so long the device worked

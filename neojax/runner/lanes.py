@@ -9,6 +9,8 @@ PIPELINED, steady state of layer i; everything is only enqueued, nothing here wa
 
 A linear stage of b0 joins its host rows of layer i and starts those of layer i+1; while it and
 b0's device attention run, the host attends for b1's layer i, which the linear stage of b1 joins.
+
+ROLLING: as DEVICE_ONLY, with a group of host rows passing through each layer (see `rolling`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import jax
 import numpy as np
 
 from neojax.runner.programs import Programs
+from neojax.runner.rolling import Parked, RollingPrograms
 from neojax.runner.shapes import AttentionShape
 from neojax.runner.stages import KV, Leaves
 
@@ -52,6 +55,7 @@ class DeviceState:
         scratch: list[KV],
         tokens: jax.Array,
         layer_ids: tuple[jax.Array, ...],
+        parked: list[Parked],
     ) -> None:
         self.ends = ends
         self.layers = layers
@@ -59,6 +63,7 @@ class DeviceState:
         self.scratch = scratch  # two, used by even and odd layers; empty without a host pool
         self.tokens = tokens  # [max_num_seqs] newest token of each request slot
         self.layer_ids = layer_ids
+        self.parked = parked  # one a layer; empty without ROLLING programs
 
 
 def run_device_only(state: DeviceState, batch: Batch, layers_per_program: int) -> Sampled:
@@ -70,6 +75,30 @@ def run_device_only(state: DeviceState, batch: Batch, layers_per_program: int) -
         group = slice(first, first + layers_per_program)
         pools, x = layers(state.layers[group], tuple(state.pools[group]), packed, x)
         state.pools[group] = pools
+    return _head(state, batch, packed, x)
+
+
+def run_rolling(state: DeviceState, batch: Batch, layers_per_program: int) -> Sampled:
+    """Launch a ROLLING step."""
+    programs = batch.programs
+    assert isinstance(programs, RollingPrograms)
+    layers = programs.rolling[batch.attention]
+    packed, x = programs.embed(state.ends, batch.packed, state.tokens)
+    scratch = (state.scratch[0], state.scratch[1]) if batch.has_host_chunks else None
+    for first in range(0, len(state.layers), layers_per_program):
+        group = slice(first, first + layers_per_program)
+        pools, scratch, parked, x = layers(
+            state.layers[group],
+            tuple(state.pools[group]),
+            scratch,
+            tuple(state.parked[group]),
+            packed,
+            state.layer_ids[group],
+            x,
+        )
+        state.pools[group], state.parked[group] = pools, parked
+        if scratch is not None:
+            state.scratch[:] = scratch
     return _head(state, batch, packed, x)
 
 

@@ -25,6 +25,7 @@ from neojax.runner.compile_counter import CompileCounter
 from neojax.runner.lanes import Batch, DeviceState, Sampled
 from neojax.runner.profiler import Profiler
 from neojax.runner.programs import Arguments, Programs, Signature, compile_all, signatures
+from neojax.runner.rolling import Register, RollingPrograms, rolling_signatures
 from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
 from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages
 from neojax.runner.step_meta import MetaLayout
@@ -33,7 +34,8 @@ from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
 
 log = logging.getLogger(__name__)
 
-B0, B1 = 0, 1
+B0, B1, DEEP = 0, 1, 2
+"""Channels: of the sub-batches, and of the groups of ROLLING steps."""
 
 WARM_UP_ROUNDS = {"gpu": 2}
 """Runs of every program before ready. A GPU records CUDA graphs at the second run, and drops them
@@ -57,6 +59,7 @@ class RunnerConfig:
     cpu_threads: int | None = None
     cpu_bind: str = "auto"
     cpu_isa: str | None = None
+    rolling_rows: int = 0  # rows of a group in ROLLING steps; 0: there are no such steps
     token_buckets: tuple[int, ...] | None = None  # padded sizes; None: `Buckets.of`
 
 
@@ -123,7 +126,9 @@ class Runner:
                 num_threads=config.cpu_threads,
                 bind=config.cpu_bind,
                 isa=config.cpu_isa,
+                rolling_rows=config.rolling_rows,
             )
+        self._register = Register(c.num_layers, config.rolling_rows)
         self._dtype = jax.eval_shape(model.ends.embed, jax.ShapeDtypeStruct((1,), jnp.int32)).dtype
         self._hidden_size = c.hidden_size
         ends, layers, self._parts = _split(model)
@@ -134,6 +139,7 @@ class Runner:
             scratch=[],
             tokens=jnp.zeros(config.max_num_seqs, jnp.int32),
             layer_ids=tuple(jnp.asarray(i, jnp.int32) for i in range(c.num_layers)),
+            parked=[],
         )
         self._make_pools()
         self._attention = attention.device_attention(
@@ -147,6 +153,7 @@ class Runner:
             )
         )
         self._programs = self._make_programs()
+        self._park_groups()
 
     @property
     def num_compiles(self) -> int:
@@ -170,6 +177,11 @@ class Runner:
         After an exception the pools are gone: `recover` makes new ones.
         wants_logits: keep the sampled rows' logits, for inspection; compiles on first use.
         """
+        state, group = self._state, self.config.layers_per_program
+        if plan.mode is Mode.ROLLING:
+            batch = self._rolling_batch(plan)._replace(wants_logits=wants_logits)
+            sampled = [lanes.run_rolling(state, batch, group)]
+            return StepHandle(sampled, [len(plan.sampled_rows)], self.host)
         batches = [
             self._batch(batch, index)._replace(wants_logits=wants_logits)
             for index, batch in enumerate(plan.sub_batches)
@@ -177,10 +189,8 @@ class Runner:
         counts = [sum(row.samples for row in batch.rows) for batch in plan.sub_batches]
         if plan.mode is Mode.DEVICE_ONLY:
             (batch,) = batches
-            sampled = [lanes.run_device_only(self._state, batch, self.config.layers_per_program)]
-        else:
-            sampled = lanes.run_pipelined(self._state, batches)
-        return StepHandle(sampled, counts, self.host if plan.mode is Mode.PIPELINED else None)
+            return StepHandle([lanes.run_device_only(state, batch, group)], counts, None)
+        return StepHandle(lanes.run_pipelined(state, batches), counts, self.host)
 
     def recover(self) -> None:
         """After a failed step: wait for the lane, make new device pools. Host KV stays."""
@@ -188,6 +198,7 @@ class Runner:
             self.host.reset()
         self._state.tokens = jnp.zeros(self.config.max_num_seqs, jnp.int32)
         self._make_pools()
+        self._park_groups()
 
     def warm_up(self, *, progress: bool = True) -> list[tuple[Signature, jax.stages.Compiled]]:
         """Compile every program, and run each where that matters; from then on compiles count."""
@@ -202,6 +213,7 @@ class Runner:
                         lanes.run_device_only(self._state, batch, self.config.layers_per_program)
             if self.host is not None:
                 self._warm_up_host()
+                self._warm_up_rolling()
             jax.block_until_ready(self._state.tokens)
         self._counter.reset()
         return compiled
@@ -261,6 +273,38 @@ class Runner:
                 [self._empty_batch(shape, B0, False), self._empty_batch(shape, B1, False)],
             )
 
+    def _warm_up_rolling(self) -> None:
+        for shape in self._rolling_shapes:
+            for attention_shape in self._buckets.attentions(shape):
+                for is_greedy in (True, False):
+                    batch = self._empty_batch(shape, DEEP, is_greedy, attention_shape)
+                    batch = batch._replace(has_host_chunks=is_greedy and attention_shape.has_chunks)
+                    lanes.run_rolling(self._state, batch, self.config.layers_per_program)
+
+    def _rolling_batch(self, plan: Plan) -> Batch:
+        b0, entering = plan.b0, plan.rolling.entering
+        shape = Shape(
+            self._buckets.rolling_shape(b0.num_device_tokens, has_chunks=bool(b0.chunks)),
+            self.config.rolling_rows,
+        )
+        programs = self._programs[shape, DEEP]
+        assert self.host is not None
+        plan_index = self.host.next_plan
+        rows = dataclasses.replace(b0, host_decodes=entering)
+        packed, host_plan = programs.stages.layout.pack(rows, plan_index, plan.rolling.leaving)
+        if host_plan is not None:
+            self.host.put_plan(host_plan, self.geometry.num_layers)
+        self._register.advance(entering, plan_index)
+        self._register.write(programs.stages.layout.views(packed)["rolling"])
+        num_blocks = max((len(row.blocks) for row in b0.decodes), default=0)
+        return Batch(
+            programs,
+            packed,
+            self._buckets.attention(num_blocks, has_chunks=bool(b0.chunks)),
+            is_greedy=all(_is_greedy(row) for row in plan.rows),
+            has_host_chunks=bool(b0.host_chunks),
+        )
+
     def _batch(self, batch: SubBatch, index: int) -> Batch:
         has_chunks = bool(batch.chunks)
         num_blocks = max((len(row.blocks) for row in batch.decodes), default=0)
@@ -309,10 +353,27 @@ class Runner:
         if self.host is not None:
             self._state.scratch = pools((self.scratch_tokens,), 2)
 
+    @property
+    def _rolling_shapes(self) -> list[Shape]:
+        rows = self.config.rolling_rows
+        return [Shape(tokens, rows) for tokens in self._buckets.rolling_tokens] if rows else []
+
+    def _park_groups(self) -> None:
+        """Give each layer a group without rows; the lane has no job of an earlier one."""
+        self._register.clear()
+        if not self._rolling_shapes:
+            return
+        programs = self._programs[self._rolling_shapes[0], DEEP]
+        assert isinstance(programs, RollingPrograms)
+        shape = (self.config.rolling_rows, self._hidden_size)
+        self._state.parked = [
+            programs.park(jnp.zeros(shape, self._dtype)) for _ in range(self.geometry.num_layers)
+        ]
+
     def _make_programs(self) -> dict[tuple[Shape, int], Programs]:
         lane = None if self.host is None else self.host.lane.id
 
-        def programs(shape: Shape, index: int, ends: Programs | None = None) -> Programs:
+        def stages(shape: Shape, index: int) -> Stages:
             layout = MetaLayout(
                 shape=shape,
                 max_num_seqs=self.config.max_num_seqs,
@@ -320,15 +381,21 @@ class Runner:
                 table_width=-(-self.config.max_model_len // self.geometry.block_size),
                 num_device_slots=self.config.num_device_blocks * self.geometry.block_size,
                 num_scratch_slots=self.scratch_tokens,
+                num_rolling_layers=self.geometry.num_layers if index == DEEP else 0,
             )
             channel = None if lane is None else Channel(lane, index)
-            stages = Stages(self._parts, layout, self._attention, channel)
-            return Programs(stages, self._buckets.attentions(shape), ends)
+            return Stages(self._parts, layout, self._attention, channel)
+
+        def programs(shape: Shape, index: int, ends: Programs | None = None) -> Programs:
+            return Programs(stages(shape, index), self._buckets.attentions(shape), ends)
 
         made = {(shape, B0): programs(shape, B0) for shape in self._buckets.device_shapes}
         for shape in self._buckets.host_shapes:
             made[shape, B0] = programs(shape, B0)
             made[shape, B1] = programs(shape, B1, ends=made[shape, B0])
+        for shape in self._rolling_shapes:
+            attentions = self._buckets.attentions(shape)
+            made[shape, DEEP] = RollingPrograms(stages(shape, DEEP), attentions)
         return made
 
     def _signatures(self) -> list[Signature]:
@@ -347,7 +414,11 @@ class Runner:
         return [
             signature
             for programs in self._programs.values()
-            for signature in signatures(programs, arguments, has_host=self.host is not None)
+            for signature in (
+                rolling_signatures(programs, arguments)
+                if isinstance(programs, RollingPrograms)
+                else signatures(programs, arguments, has_host=self.host is not None)
+            )
         ]
 
 

@@ -96,6 +96,17 @@ class Buckets:
         return found
 
     @property
+    def rolling_tokens(self) -> tuple[int, ...]:
+        """Every other token bucket: a ROLLING step's padding hides behind its group's rows."""
+        return self.tokens[::-1][::2][::-1]
+
+    def rolling_shape(self, num_tokens: int, *, has_chunks: bool) -> int:
+        """Padded device tokens of a ROLLING step; one that has none is computed as one that has."""
+        if has_chunks and self.max_decodes:
+            num_tokens = max(num_tokens, min(MIN_CHUNK_TOKENS, self.tokens[-1]))
+        return _fit(self.rolling_tokens, max(1, num_tokens))
+
+    @property
     def device_shapes(self) -> list[Shape]:
         """Sub-batches without host rows."""
         return [Shape(t, 0) for t in self.tokens]

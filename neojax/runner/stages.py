@@ -86,7 +86,7 @@ class Stages:
     ) -> tuple[tuple[KV, ...], Float[Array, "R D"]]:
         """Whole layers of a DEVICE_ONLY step."""
         meta = self.layout.unpack(packed)
-        tiles, decodes = _of_shape(meta, shape)
+        tiles, decodes = attention_of(meta, shape)
         updated = []
         for leaves, kv in zip(layers, pools, strict=True):
             kv, x = _whole_layer(self, leaves, kv, meta, tiles, decodes, x)
@@ -105,7 +105,7 @@ class Stages:
         q, k, v = project(self.model.merge_layer(leaves), x, meta.positions)
         num_tokens = self.layout.shape.num_tokens
         if kv is not None:
-            kv = self._append(kv, meta, k[:num_tokens], v[:num_tokens])
+            kv = self.append(kv, meta, k[:num_tokens], v[:num_tokens])
         rows = jnp.concatenate([a.reshape(len(x), -1) for a in (q, k, v)], axis=1)
         ticket = None
         if self.channel is not None and self.layout.shape.num_host_rows:
@@ -166,7 +166,7 @@ class Stages:
         shape: AttentionShape,
     ) -> Float[Array, "T N H"]:
         """Device attention of the device tokens; their K/V are already in the pool."""
-        tiles, decodes = _of_shape(self.layout.unpack(packed), shape)
+        tiles, decodes = attention_of(self.layout.unpack(packed), shape)
         q, k, v = self._split(rows)
         return self.attend_device(q, kv.k, kv.v, tiles, decodes, NewRows(k, v))
 
@@ -237,7 +237,8 @@ class Stages:
         assert self.channel is not None
         return self.channel.lane
 
-    def _append(self, kv: KV, meta: StepMeta, k: jax.Array, v: jax.Array) -> KV:
+    def append(self, kv: KV, meta: StepMeta, k: jax.Array, v: jax.Array) -> KV:
+        """K and V of the device tokens, written to their slots of the pool."""
         with jax.named_scope("append"):
             return KV(
                 attention.append(kv.k, meta.kv_slots, k), attention.append(kv.v, meta.kv_slots, v)
@@ -256,7 +257,7 @@ class Stages:
         )
 
 
-def _of_shape(meta: StepMeta, shape: AttentionShape) -> tuple[Tiles | None, Decodes]:
+def attention_of(meta: StepMeta, shape: AttentionShape) -> tuple[Tiles | None, Decodes]:
     """The attention metadata that a program of this shape looks at."""
     tiles, decodes = meta.tiles, meta.decodes
     width = shape.table_width
@@ -298,7 +299,7 @@ def _whole_layer(
     updated = [kv]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        updated[0] = stages._append(kv, meta, k, v)
+        updated[0] = stages.append(kv, meta, k, v)
         new = NewRows(k, v)
         return stages.attend_device(q, updated[0].k, updated[0].v, tiles, decodes, new)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,14 @@ class Sampling(NamedTuple):
     top_p: Float[Array, "S"]
 
 
+class RollingMeta(NamedTuple):
+    """The groups of a ROLLING step: group l passes from layer l-1 to layer l."""
+
+    positions: Int[Array, "L c"]
+    plan: Int[Array, "L"]  # entries of the host lane's ring
+    num_rows: Int[Array, "L"]
+
+
 class StepMeta(NamedTuple):
     """Metadata of one sub-batch, unpacked inside a program."""
 
@@ -49,6 +58,7 @@ class StepMeta(NamedTuple):
     plan: Int[Array, ""]  # entry in the host lane's ring of plans
     num_host_rows: Int[Array, ""]
     num_host_chunks: Int[Array, ""]
+    rolling: RollingMeta
     sampling: Sampling
 
 
@@ -62,6 +72,8 @@ class MetaLayout:
     table_width: int
     num_device_slots: int
     num_scratch_slots: int
+    num_rolling_layers: int = 0
+    """Layers whose groups a ROLLING step carries; its host rows are the group that enters."""
 
     @property
     def num_samples(self) -> int:
@@ -88,6 +100,8 @@ class MetaLayout:
             "host_chunk_tables": (num_chunks, scratch_width),
             "decode_lengths": (num_decodes,),
             "decode_tables": (num_decodes, width),
+            # of each layer's group: positions, plan, rows
+            "rolling": (self.num_rolling_layers, self.shape.num_host_rows + 2),
             # row, slot, position, seed (2), top_k, temperature, top_p
             "sampling": (8, num_samples),
         }
@@ -110,7 +124,7 @@ class MetaLayout:
         """Inside a program: the fields of a packed array."""
         f = self.views(packed)
         s = f["sampling"]
-        scalars = f["scalars"]
+        scalars, rolling = f["scalars"], f["rolling"]
 
         def floats(x):
             return jax.lax.bitcast_convert_type(x, jnp.float32)
@@ -125,6 +139,7 @@ class MetaLayout:
             plan=scalars[0],
             num_host_rows=scalars[1],
             num_host_chunks=scalars[2],
+            rolling=RollingMeta(rolling[:, :-2], rolling[:, -2], rolling[:, -1]),
             sampling=Sampling(s[0], s[1], s[2], s[3:5].T, s[5], floats(s[6]), floats(s[7])),
         )
 
@@ -137,8 +152,14 @@ class MetaLayout:
         f["sampling"][1] = self.max_num_seqs
         return packed
 
-    def pack(self, batch: SubBatch, plan_index: int) -> tuple[np.ndarray, HostPlan | None]:
-        """Metadata of a sub-batch, and the host lane's part of it (None without host work)."""
+    def pack(
+        self, batch: SubBatch, plan_index: int, leaving: Sequence[Row] = ()
+    ) -> tuple[np.ndarray, HostPlan | None]:
+        """Metadata of a sub-batch, and the host lane's part of it (None without host work).
+
+        In a ROLLING step, the host rows of `batch` are those that enter; their places are those of
+        the `leaving` when it ends.
+        """
         packed = self.empty()
         f = self.views(packed)
         host = _HostPlanWriter(batch, self.table_width)
@@ -172,7 +193,7 @@ class MetaLayout:
         for i, row in enumerate(batch.host_decodes):
             self._write_row(f, self.shape.num_tokens + i, row)
             host.add_decode(i, row)
-        self._write_sampling(f["sampling"], batch)
+        self._write_sampling(f["sampling"], batch, leaving)
         return packed, host.finish()
 
     def _write_row(self, f: dict[str, np.ndarray], first: int, row: Row) -> np.ndarray:
@@ -187,11 +208,12 @@ class MetaLayout:
         blocks = np.asarray(row.blocks, np.int32)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def _write_sampling(self, s: np.ndarray, batch: SubBatch) -> None:
+    def _write_sampling(self, s: np.ndarray, batch: SubBatch, leaving: Sequence[Row]) -> None:
         last, i = -1, 0
-        for row in batch.rows:
+        first_host = next(iter(leaving or batch.host_decodes), None)
+        for row in (*batch.chunks, *batch.decodes, *(leaving or batch.host_decodes)):
             last += row.num_tokens
-            if batch.host_decodes and row is batch.host_decodes[0]:
+            if row is first_host:
                 last = self.shape.num_tokens  # host rows start behind the device's padding
             if not row.samples:
                 continue

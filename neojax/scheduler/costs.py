@@ -120,7 +120,8 @@ class CostTables:
         if self.num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, got {self.num_layers}")
         for name in ("linear", "per_step"):
-            if missing := [mode.value for mode in Mode if mode not in getattr(self, name)]:
+            needed = (Mode.DEVICE_ONLY, Mode.PIPELINED)
+            if missing := [mode.value for mode in needed if mode not in getattr(self, name)]:
                 raise ValueError(f"cost table {name} lacks {', '.join(missing)}")
 
     def to_json(self) -> str:

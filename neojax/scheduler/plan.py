@@ -16,6 +16,8 @@ class Mode(enum.StrEnum):
     """No row needs the host: one batch, many layers per program."""
     PIPELINED = "pipelined"
     """Two sub-batches alternate per layer (b1 may be empty)."""
+    ROLLING = "rolling"
+    """One batch; groups of host rows ride in it and advance by one layer per step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +69,18 @@ class SubBatch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Rolling:
+    """Host rows that enter and leave the layers in a ROLLING step.
+
+    A group that enters in one ROLLING step leaves in the L-th after it, for L layers; the steps
+    between carry the groups of others too, which only the runner needs to know of.
+    """
+
+    entering: tuple[Row, ...] = ()  # their layer 0 begins; none of them samples yet
+    leaving: tuple[Row, ...] = ()  # their last layer ends, and they sample
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Swap:
     """A whole request moves to the other pool, layer by layer, under the step's computation.
 
@@ -103,12 +117,13 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One step: its mode and its sub-batches (b1 only in PIPELINED mode)."""
+    """One step: its mode, its sub-batches (b1 only in PIPELINED mode), its ROLLING groups."""
 
     step: int
     mode: Mode
     b0: SubBatch
     b1: SubBatch = SubBatch()
+    rolling: Rolling = Rolling()
     swaps: tuple[Swap, ...] = ()
     prediction: Prediction | None = None  # None without cost tables
 
@@ -119,9 +134,10 @@ class Plan:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """All rows, b0's first."""
+        """All rows that the step completes, b0's first: those that enter have far to go."""
         yield from self.b0.rows
         yield from self.b1.rows
+        yield from self.rolling.leaving
 
     @property
     def sampled_rows(self) -> list[Row]:

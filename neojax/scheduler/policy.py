@@ -16,6 +16,8 @@ class OffloadPolicy:
     name: ClassVar[str]
     placements: ClassVar[tuple[Placement, ...]]
     """Where requests may live, the preferred side first."""
+    rolls: ClassVar[bool] = False
+    """Whether host rows advance by one layer per step, in ROLLING steps."""
 
     def split(
         self, host_decodes: Sequence[Row], has_device_work: bool
@@ -52,7 +54,17 @@ class Full(OffloadPolicy):
     placements = (Placement.HOST,)
 
 
-_POLICIES: dict[str, type[OffloadPolicy]] = {p.name: p for p in (Auto, DeviceOnly, Full)}
+class RollingLane(OffloadPolicy):
+    """The device while it has blocks, then the host, whose rows ride in the device's batch."""
+
+    name = "rolling"
+    placements = (Placement.DEVICE, Placement.HOST)
+    rolls = True
+
+
+_POLICIES: dict[str, type[OffloadPolicy]] = {
+    p.name: p for p in (Auto, DeviceOnly, Full, RollingLane)
+}
 
 
 def load_policy(name: str) -> OffloadPolicy:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from neojax.scheduler.block_pool import BlockPool
-from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
+from neojax.scheduler.plan import Mode, Plan, Rolling, Row, SubBatch
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import START, Placement, Progress, Request, RequestState
+from neojax.scheduler.rolling import Held, RollingGroups
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class SchedulerLimits:
     num_host_blocks: int
     max_num_chunks: int  # prefill chunks in one step
     scratch_tokens: int  # prefix and chunk tokens of HOST-placed prefills in one step
+    num_layers: int = 0  # of the model; counts only with ROLLING steps
+    rolling_rows: int = 0  # host rows of a group in ROLLING steps; 0: there are none
 
 
 class Scheduler:
@@ -48,14 +51,22 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_placed = dict.fromkeys(Placement, 0)
         self._slots = BlockPool(limits.max_num_seqs)
+        self._rolling = RollingGroups(limits.num_layers)
+        self.rolling_rows = limits.rolling_rows
+        """Most rows of a group; may be lowered to what the host attends to in a step."""
         self._requests: dict[str, Request] = {}
         self._step = 0  # newest step given out
         self._completed = 0  # newest step known to have completed
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._requests)
+        """Whether any request waits or runs, or rows of stopped ones are under way."""
+        return bool(self._requests or self._rolling)
+
+    @property
+    def rows_under_way(self) -> Iterator[Row]:
+        """Host rows between two layers, in ROLLING mode."""
+        return self._rolling.rows
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold the K/V of so many tokens."""
@@ -89,7 +100,10 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         decodes = self._schedule_decodes(budget)
         budget -= len(decodes)
+        entering = self._schedule_entering()
         chunks = self._schedule_chunks(budget)
+        if entering or self._rolling:
+            return self._rolling_plan(chunks, decodes, entering)
         if not (decodes or chunks):
             return None
         self._step += 1
@@ -103,9 +117,7 @@ class Scheduler:
             b0=SubBatch(tuple(chunks), device, tuple(host0)),
             b1=SubBatch(host_decodes=tuple(host1)),
         )
-        for row in plan.rows:
-            row.request.progress = Progress(row.stop, 0)
-            row.request.num_pending += row.samples
+        self._advance(plan)
         return plan
 
     def update(self, plan: Plan, tokens: Sequence[int]) -> list[Request]:
@@ -145,6 +157,9 @@ class Scheduler:
         DEVICE requests are recomputed from their tokens. HOST requests keep their blocks: a
         decode resumes at its last read token (appending is idempotent), a prefill starts anew.
         """
+        for held in self._rolling.clear():
+            self.pools[held.placement].retire(held.blocks, self._step)
+            self._slots.retire([held.slot], self._step)
         for request in list(self.running):
             request.num_pending = 0
             if request.placement is Placement.DEVICE:
@@ -161,9 +176,15 @@ class Scheduler:
         """Invariants of the pools and queues; cheap enough for every idle moment and test."""
         for placement, pool in self.pools.items():
             pool.check_integrity(
-                [b for r in self.running if r.placement is placement for b in r.blocks]
+                [
+                    b
+                    for owner in (*self.running, *self._rolling.held)
+                    if owner.placement is placement
+                    for b in owner.blocks
+                ]
             )
-        self._slots.check_integrity([r.slot for r in self.running if r.slot is not None])
+        owners = (*self.running, *self._rolling.held)
+        self._slots.check_integrity([owner.slot for owner in owners if owner.slot is not None])
         assert len(self._requests) == len(self.running) + len(self.waiting)
 
     def _split(
@@ -185,15 +206,67 @@ class Scheduler:
 
     def _schedule_decodes(self, budget: int) -> list[Row]:
         rows: list[Row] = []
+        rolls = self.policy.rolls and self.limits.rolling_rows > 0
         # A copy: growing one request may preempt younger ones, which are behind it in the list.
         for request in list(self.running):
             if len(rows) >= budget:
                 break
+            if rolls and request.placement is Placement.HOST:
+                continue
             if request.state is not RequestState.RUNNING or not request.is_decoding:
                 continue
             if request.wants_more and self._grow(request):
                 rows.append(self._row(request, 1))
         return rows
+
+    def _schedule_entering(self) -> list[Row]:
+        """Host rows of the group that a ROLLING step takes in, the oldest first.
+
+        A row enters only when its token has been read: one that turned out to have stopped would
+        hold its blocks for as many steps as there are layers.
+        """
+        rows: list[Row] = []
+        if not self.policy.rolls:
+            return rows
+        for request in list(self.running):
+            if len(rows) >= self.rolling_rows:
+                break
+            if (
+                request.placement is Placement.HOST
+                and request.state is RequestState.RUNNING
+                and request.is_decoding
+                and not request.num_pending
+                and self._grow(request)
+            ):
+                rows.append(dataclasses.replace(self._row(request, 1), samples=False))
+        return rows
+
+    def _rolling_plan(
+        self, chunks: Sequence[Row], decodes: Sequence[Row], entering: Sequence[Row]
+    ) -> Plan:
+        self._step += 1
+        leaving = self._rolling.advance(entering)
+        for held in self._rolling.release(leaving):
+            self.pools[held.placement].retire(held.blocks, self._step)
+            self._slots.retire([held.slot], self._step)
+        for row in entering:
+            # All its K and V are spoken for; it cannot be scheduled again before it samples.
+            row.request.progress = Progress(row.stop, 1)
+        plan = Plan(
+            step=self._step,
+            mode=Mode.ROLLING,
+            b0=SubBatch(tuple(chunks), tuple(decodes)),
+            rolling=Rolling(tuple(entering), leaving),
+        )
+        self._advance(plan)
+        return plan
+
+    def _advance(self, plan: Plan) -> None:
+        """Requests go on as if the step had run."""
+        for row in plan.rows:
+            if row.epoch == row.request.num_preemptions:
+                row.request.progress = Progress(row.stop, 0)
+            row.request.num_pending += row.samples
 
     def _schedule_chunks(self, budget: int) -> list[Row]:
         rows: list[Row] = []
@@ -253,6 +326,12 @@ class Scheduler:
             # Each running request is about to grow: without a block in hand for each of them,
             # the newcomer would soon be preempted again.
             headroom = sum(r.placement is placement for r in self.running)
+            if (
+                self.policy.rolls
+                and placement is Placement.HOST
+                and headroom >= (self.limits.num_layers + 1) * self.rolling_rows
+            ):
+                continue
             if need + headroom <= self.pools[placement].num_free:
                 return placement
         blocked.update(self._placements(request))
@@ -291,8 +370,13 @@ class Scheduler:
         pool = self.pools[request.placement]
         if not pool.num_free and not pool.num_retired:
             # Freed blocks arrive when the steps in flight complete; until then the row waits.
-            victim = next(r for r in reversed(self.running) if r.placement is request.placement)
-            self._preempt(victim)
+            victims = (
+                r
+                for r in reversed(self.running)
+                if r.placement is request.placement and not r.progress.layer
+            )
+            if (victim := next(victims, None)) is not None:
+                self._preempt(victim)
         if not pool.num_free or request.state is not RequestState.RUNNING:
             return False
         request.blocks.extend(pool.allocate(1))
@@ -333,9 +417,12 @@ class Scheduler:
         self.running.remove(request)
         assert request.placement is not None
         assert request.slot is not None
-        self.pools[request.placement].retire(request.blocks, self._step)
-        self._slots.retire([request.slot], self._step)
-        self.release(self._completed)
+        if request.progress.layer:
+            self._rolling.hold(Held(request, request.placement, request.blocks, request.slot))
+        else:
+            self.pools[request.placement].retire(request.blocks, self._step)
+            self._slots.retire([request.slot], self._step)
+            self.release(self._completed)
         request.blocks = []
         request.slot = None
 

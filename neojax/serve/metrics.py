@@ -165,7 +165,11 @@ class _EngineCollector:
             "iterations",
             "Engine steps, by mode",
             "mode",
-            {"device_only": stats.steps_device_only, "pipelined": stats.steps_pipelined},
+            {
+                "device_only": stats.steps_device_only,
+                "pipelined": stats.steps_pipelined,
+                "rolling": stats.steps_rolling,
+            },
         )
         yield self._family(
             counter,

@@ -70,6 +70,7 @@ class FakeEngine:
         return SimpleNamespace(
             steps_device_only=self.num_steps,
             steps_pipelined=0,
+            steps_rolling=0,
             num_preemptions=0,
             requests_placed_host=0,
         )

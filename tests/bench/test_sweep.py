@@ -132,7 +132,8 @@ def test_ratios_pair_the_runs_of_one_repeat():
         summary |= {"requests_per_s": rate, "num_errors": 0}
         return {
             "cell": "all:8/4", "policy": policy, "repeat": repeat, "settings": {}, "hardware": "h",
-            "summary": summary, "counters": {"steps_device_only": 5, "steps_pipelined": 2},
+            "summary": summary,
+            "counters": {"steps_device_only": 5, "steps_pipelined": 2, "steps_rolling": 0},
         }  # fmt: skip
 
     lines = [run("device-only", 0, 10), run("device-only", 1, 20), run("auto", 1, 25)]

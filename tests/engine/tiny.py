@@ -87,6 +87,7 @@ def tiny_engine(
     layers_per_program: int = 3,
     token_buckets: tuple[int, ...] = (8, 64),
     eos_ids: Iterable[int] = (),
+    rolling_rows: int = 0,
 ) -> EngineCore:
     """An engine that compiles as it goes."""
     c = model.config
@@ -101,6 +102,7 @@ def tiny_engine(
             num_host_blocks=num_host_blocks,
             layers_per_program=layers_per_program,
             token_buckets=token_buckets,
+            rolling_rows=rolling_rows,
         ),
         geometry,
     )
@@ -113,6 +115,8 @@ def tiny_engine(
         num_host_blocks=num_host_blocks,
         max_num_chunks=MAX_CHUNKS,
         scratch_tokens=runner.scratch_tokens,
+        num_layers=c.num_layers,
+        rolling_rows=rolling_rows,
     )
     return EngineCore(
         Scheduler(limits, load_policy(policy)),

@@ -220,6 +220,7 @@ class FakeEngine:
                     generation_tokens=self.num_generated,
                     steps_device_only=self.num_steps,
                     steps_pipelined=0,
+                    steps_rolling=0,
                     num_compiles_after_ready=0,
                     requests_placed_device=self.num_device,
                     requests_placed_host=self.num_host,

@@ -1,0 +1,209 @@
+"""The ROLLING mode: host rows ride in the device's batch and advance by one layer per step.
+
+    step t:    layer l-1            | layer l
+    device     device rows, group l-1 | device rows, group l | ...
+    host       the jobs that step t-1 started, one per layer, in the order of the layers
+
+Every layer has a group of host rows whose attention the step before has started. A layer joins
+it there, ends the layer for device rows and group together, and starts the attention of the next
+layer for the group, which is joined in the next step. So each host job has a whole step to end,
+no weight is read twice, and a host row gets a token in one step more than there are layers.
+
+After APEX (arXiv 2506.03296); one channel with a slot for each layer serves all groups, because
+starts and joins follow the order of the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from neojax.ops import host_attention
+from neojax.ops.attention import Decodes, NewRows, Tiles
+from neojax.runner.programs import Arguments, Programs, Signature, signatures
+from neojax.runner.shapes import AttentionShape
+from neojax.runner.stages import KV, Leaves, Stages, attention_of, finish, project
+from neojax.runner.step_meta import StepMeta
+from neojax.scheduler.plan import Row
+
+
+class Parked(NamedTuple):
+    """A layer's group of host rows between two steps. Donated by the programs that advance it."""
+
+    x: Any  # residual [c, D]
+    ticket: Any  # of its attention, int32[1]
+
+
+class Register:
+    """Which group each layer has: a shift register that mirrors the device's parked groups."""
+
+    def __init__(self, num_layers: int, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._groups: deque[np.ndarray] = deque(maxlen=num_layers)
+        self.clear()
+
+    def clear(self) -> None:
+        """No group has rows."""
+        for _ in range(self._groups.maxlen or 0):
+            self.advance((), 0)
+
+    def advance(self, entering: Sequence[Row], plan: int) -> None:
+        """A step: each group moves on by a layer. `plan`: the entering group's ring entry."""
+        group = np.zeros(self.num_rows + 2, np.int32)
+        group[: len(entering)] = [row.start.token for row in entering]
+        group[-2:] = plan, len(entering)
+        self._groups.appendleft(group)
+
+    def write(self, out: np.ndarray) -> None:
+        """Fill the metadata's field `rolling`, int32[L, c + 2]."""
+        out[:] = self._groups
+
+
+def layers(
+    stages: Stages,
+    layers: tuple[Leaves, ...],
+    pools: tuple[KV, ...],
+    scratch: tuple[KV, KV] | None,
+    parked: tuple[Parked, ...],
+    packed: Int[Array, "M"],
+    layer_ids: tuple[Int[Array, ""], ...],
+    x: Float[Array, "R D"],
+    *,
+    shape: AttentionShape,
+) -> tuple[tuple[KV, ...], tuple[KV, KV] | None, tuple[Parked, ...], Float[Array, "R D"]]:
+    """Whole layers of a ROLLING step: x holds the device rows, then the group that comes by.
+
+    scratch: of HOST-placed prefill chunks; None where the step has none.
+    """
+    meta = stages.layout.unpack(packed)
+    tiles, decodes = attention_of(meta, shape)
+    scratches: list[Any] = [None, None] if scratch is None else list(scratch)
+    updated: list[KV] = []
+    groups: list[Parked] = []
+    for i, (leaves, kv, group, layer) in enumerate(
+        zip(layers, pools, parked, layer_ids, strict=True)
+    ):
+        kv, scratches[i % 2], group, x = _layer(
+            stages, leaves, kv, scratches[i % 2], group, packed, meta, layer, tiles, decodes, x
+        )
+        updated.append(kv)
+        groups.append(group)
+    return (
+        tuple(updated),
+        None if scratch is None else (scratches[0], scratches[1]),
+        tuple(groups),
+        x,
+    )
+
+
+# An inner jit: the layer is traced and lowered once, however many of them a program holds.
+@functools.partial(jax.jit, static_argnums=0)
+def _layer(
+    stages: Stages,
+    leaves: Leaves,
+    kv: KV,
+    scratch: KV | None,
+    parked: Parked,
+    packed: jax.Array,
+    meta: StepMeta,
+    layer: jax.Array,
+    tiles: Tiles | None,
+    decodes: Decodes,
+    x: jax.Array,
+) -> tuple[KV, KV | None, Parked, jax.Array]:
+    assert stages.channel is not None
+    lane, channel = stages.channel.lane, stages.channel.index
+    model, num_tokens = stages.model, stages.layout.shape.num_tokens
+    groups = meta.rolling
+    positions = jnp.concatenate([meta.positions[:num_tokens], groups.positions[layer]])
+    q, k, v = project(model.merge_layer(leaves), x, positions)
+    rows = jnp.concatenate([a.reshape(len(x), -1) for a in (q, k, v)], axis=1)
+    # The group's residual is the tie: the next layer's calls come after it, and it is small.
+    hdr = jnp.stack([groups.plan[layer], layer, groups.num_rows[layer]])
+    ticket, tie = host_attention.start(
+        rows[num_tokens:], hdr, x[num_tokens:], lane=lane, channel=channel
+    )
+    q, k, v = q[:num_tokens], k[:num_tokens], v[:num_tokens]
+    kv = stages.append(kv, meta, k, v)
+    attended = stages.attend_device(q, kv.k, kv.v, tiles, decodes, NewRows(k, v))
+    if scratch is not None:
+        scratch, attended, _ = stages.attend_host_chunks(packed, layer, rows, attended, scratch)
+    out, tie = host_attention.join(
+        parked.ticket,
+        tie,
+        lane=lane,
+        channel=channel,
+        num_rows=len(parked.x),
+        num_q_heads=model.num_heads,
+        head_dim=model.head_dim,
+        dtype=x.dtype,
+    )
+    x = finish(
+        model.merge_layer(leaves),
+        jnp.concatenate([x[:num_tokens], parked.x]),
+        positions,
+        jnp.concatenate([attended, out.reshape(len(out), *attended.shape[1:])]),
+    )
+    return kv, scratch, Parked(tie, ticket), x
+
+
+def park(stages: Stages, x: Float[Array, "c D"]) -> Parked:
+    """A group without rows: what each layer has before the first step."""
+    assert stages.channel is not None
+    model = stages.model
+    width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    ticket, x = host_attention.start(
+        jnp.zeros((len(x), width), x.dtype),
+        jnp.zeros(3, jnp.int32),
+        x,
+        lane=stages.channel.lane,
+        channel=stages.channel.index,
+    )
+    return Parked(x, ticket)
+
+
+class RollingPrograms(Programs):
+    """The jitted stages of one shape of ROLLING steps; its host rows are a group."""
+
+    def __init__(self, stages: Stages, attentions: Sequence[AttentionShape]) -> None:
+        super().__init__(stages, attentions)
+        self.rolling = {
+            shape: jax.jit(
+                functools.partial(layers, stages, shape=shape), donate_argnums=(1, 2, 3, 6)
+            )
+            for shape in attentions
+        }
+        self.park = jax.jit(functools.partial(park, stages), donate_argnums=0)
+
+
+def rolling_signatures(programs: RollingPrograms, a: Arguments) -> Iterator[Signature]:
+    """Every program of a shape that a ROLLING step may run."""
+    shape, spec = programs.shape, jax.ShapeDtypeStruct
+    yield from (s for s in signatures(programs, a, has_host=False) if s.name != "layers")
+    group = a.layers_per_program
+    parked = Parked(spec((shape.num_host_rows, a.hidden_size), a.dtype), spec((1,), jnp.int32))
+    packed = spec((programs.stages.layout.size,), jnp.int32)
+    x = spec((shape.num_rows, a.hidden_size), a.dtype)
+    for attention, function in programs.rolling.items():
+        scratches: list[Any] = [None]
+        if attention.has_chunks and a.scratch is not None:
+            scratches.append((a.scratch, a.scratch))
+        for scratch in scratches:
+            args = (
+                a.layers[:group],
+                a.pools[:group],
+                scratch,
+                (parked,) * group,
+                packed,
+                a.layer_ids[:group],
+                x,
+            )
+            yield Signature("rolling", shape, function, args)
+    yield Signature("park", shape, programs.park, (parked.x,))

@@ -1,0 +1,186 @@
+"""ROLLING steps: the same tokens as on the device alone, whatever comes and goes (float32)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from neojax.engine.core import EngineCore
+from neojax.scheduler.plan import Mode
+from neojax.scheduler.request import Placement
+from tests.engine.tiny import (
+    BASE,
+    GREEDY,
+    assert_same_tokens,
+    mixed_requests,
+    run_all,
+    tiny_engine,
+    tiny_model,
+)
+from tests.runner.hlo import sizes_copied
+
+CONFIG = dataclasses.replace(BASE, num_layers=4)
+REQUESTS = mixed_requests(24, seed=5)
+
+
+@pytest.fixture(scope="module")
+def shared() -> EngineCore:
+    engine = tiny_engine(tiny_model(CONFIG), layers_per_program=2, rolling_rows=3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(shared) -> list[list[int]]:
+    shared.set_policy("device-only")
+    shared.set_block_limit(None)
+    return run_all(shared, REQUESTS)
+
+
+@pytest.fixture
+def engine(shared, expected) -> EngineCore:
+    shared.set_policy("rolling")
+    shared.set_block_limit(14)
+    shared._steps_since_failure = 100
+    yield shared
+    assert not shared.has_work
+    shared.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("limit", [14, 0])
+def test_rolling_steps_give_the_tokens_of_the_device_alone(engine, expected, limit):
+    engine.set_block_limit(limit)
+    before = engine.stats()
+    got = run_all(engine, REQUESTS)
+    assert_same_tokens(tiny_model(CONFIG), REQUESTS, expected, got)
+    placed = engine.stats().requests_placed_host - before.requests_placed_host
+    assert (placed == len(REQUESTS)) if limit == 0 else (0 < placed < len(REQUESTS))
+
+
+def test_a_row_advances_by_one_layer_per_step_and_all_kinds_share_a_step(engine):
+    """Prefill of both sides, device decodes, and groups at several layers."""
+    kinds, entered, waits = set(), {}, set()
+    for index, (prompt, params) in enumerate(REQUESTS):
+        engine.add_request(str(index), prompt, params)
+    while engine.has_work:
+        plan = engine.step().plan
+        if plan is None or plan.mode is not Mode.ROLLING:
+            continue
+        kinds.add((bool(plan.b0.host_chunks), bool(plan.b0.decodes), bool(plan.rolling.leaving)))
+        step = engine._steps[Mode.ROLLING]
+        for row in plan.rolling.leaving:
+            waits.add(step - entered.pop(row.request))
+        for row in plan.rolling.entering:
+            entered[row.request] = step
+    assert waits == {CONFIG.num_layers}
+    assert (True, True, True) in kinds
+
+
+def test_aborts_in_mid_flight_leave_no_block_behind(engine, expected):
+    rng = np.random.default_rng(0)
+    for index, (prompt, params) in enumerate(REQUESTS):
+        engine.add_request(str(index), prompt, params)
+    tokens: dict[str, list[int]] = {str(i): [] for i in range(len(REQUESTS))}
+    aborted, in_mid_flight = set(), 0
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens[output.request_id] += output.token_ids
+        engine.scheduler.check_integrity()
+        running = engine.scheduler.running
+        if running and rng.random() < 0.1:
+            victim = running[rng.integers(len(running))]
+            in_mid_flight += victim.progress.layer > 0
+            aborted.add(victim.request_id)
+            engine.abort(victim.request_id)
+    assert in_mid_flight > 0
+    assert engine.stats().device_kv_usage == engine.stats().host_kv_usage == 0
+    for index, ids in enumerate(expected):
+        if str(index) not in aborted:
+            assert tokens[str(index)] == ids
+
+
+def test_when_all_have_gone_the_groups_run_empty(engine):
+    for index, (prompt, params) in enumerate(REQUESTS[:6]):
+        engine.add_request(str(index), prompt, params)
+    while not any(True for _ in engine.scheduler.rows_under_way):
+        engine.step()
+    for index in range(6):
+        engine.abort(str(index))
+    assert engine.has_work
+    for _ in range(CONFIG.num_layers + 3):
+        engine.step()
+    assert not engine.has_work
+
+
+def test_late_host_jobs_change_no_token(engine, expected):
+    assert engine.runner.host is not None
+    engine.runner.host.lane.set_delay_us(3000)
+    try:
+        assert run_all(engine, REQUESTS[:8]) == expected[:8]
+    finally:
+        engine.runner.host.lane.set_delay_us(0)
+
+
+def test_a_failed_dispatch_is_recovered_without_losing_a_token(engine, expected, monkeypatch):
+    enqueue, calls = engine.runner.enqueue, []
+
+    def fail_once(plan):
+        calls.append(plan)
+        if len(calls) == 12:
+            for kv in engine.runner._state.pools:
+                kv.k.delete()
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+        return enqueue(plan)
+
+    monkeypatch.setattr(engine.runner, "enqueue", fail_once)
+    assert run_all(engine, REQUESTS[:12]) == expected[:12]
+    assert any(plan.mode is Mode.ROLLING for plan in calls[:12])
+
+
+def test_a_job_that_fails_fails_the_rows_under_way_and_nobody_else(engine, expected):
+    prompt, _ = REQUESTS[0]
+    device = dataclasses.replace(GREEDY, kv_placement="device")
+    host = dataclasses.replace(GREEDY, kv_placement="host")
+    (alone,) = run_all(engine, [(prompt, device)])
+    engine.add_request("device", prompt, device)
+    engine.add_request("host", prompt, host)
+    outputs, fails = [], False
+    while engine.has_work:
+        if not fails and any(True for _ in engine.scheduler.rows_under_way):
+            engine.runner.host.lane.fail_next_job("injected in the library")
+            fails = True
+        outputs += engine.step().outputs
+    assert [t for o in outputs if o.request_id == "device" for t in o.token_ids] == alone
+    (failed,) = [o for o in outputs if o.finish_reason == "error"]
+    assert failed.request_id == "host"
+    assert run_all(engine, [(prompt, host)]) == [alone]
+
+
+def test_a_seed_gives_the_same_tokens_on_either_side(engine):
+    params = dataclasses.replace(GREEDY, temperature=0.9, top_k=40, seed=11)
+    prompt = list(range(40))
+    tokens = [
+        run_all(engine, [(prompt, dataclasses.replace(params, kv_placement=side.value))])
+        for side in Placement
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_nothing_compiles_after_warm_up_and_no_program_copies_a_pool():
+    engine = tiny_engine(
+        tiny_model(CONFIG), policy="rolling", layers_per_program=2, rolling_rows=3,
+        num_device_blocks=40,
+    )  # fmt: skip
+    compiled = engine.runner.warm_up(progress=False)
+    pools = [engine.runner._state.pools[0].k.size, engine.runner._state.scratch[0].k.size]
+    for signature, program in compiled:
+        assert not sizes_copied(program) & set(pools), (signature.name, signature.shape)
+    engine.set_block_limit(14)
+    sampled = [(p, dataclasses.replace(q, temperature=0.8, seed=1)) for p, q in REQUESTS[:6]]
+    run_all(engine, [*REQUESTS[:12], *sampled])
+    assert engine.runner.num_compiles == 0
+    assert {"rolling", "park"} <= {signature.name for signature, _ in compiled}
+    engine.close()
