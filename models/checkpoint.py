@@ -18,6 +18,7 @@ from neojax.models.config import ModelConfig
 from neojax.models.dummy import random_parameters
 from neojax.models.gguf_checkpoint import GgufCheckpoint
 from neojax.models.llama import Llama
+from neojax.models.manifest import check_manifest
 from neojax.models.orbax_checkpoint import WEIGHTS_DIRECTORY, OrbaxCheckpoint
 from neojax.models.parameters import ParamPath, Part, check_tensors
 from neojax.models.safetensors_checkpoint import SafetensorsCheckpoint
@@ -73,6 +74,7 @@ def open_checkpoint(
         raise ValueError(f"load_format {load_format!r} was asked for, but {path} is {what}")
     if kind == "gguf":
         return GgufCheckpoint(path, config)
+    check_manifest(path, config, kind)
     if kind == "orbax":
         return OrbaxCheckpoint(path)
     return SafetensorsCheckpoint(path)

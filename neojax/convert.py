@@ -4,17 +4,16 @@
 
 For a GGUF file: weights dequantised, tokenizer, chat template and end tokens from its metadata, so
 that it loads without being dequantised again, and in other programs. The destination appears whole
-or not at all.
+or not at all. Host memory holds one tensor, or one part of an Orbax checkpoint (1 GB). What an
+interrupted run finished is kept, and the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +26,10 @@ from neojax.hub import resolve_checkpoint
 from neojax.models.checkpoint import open_checkpoint
 from neojax.models.config import ModelConfig
 from neojax.models.hf_config_writer import hf_config
-from neojax.models.orbax_checkpoint import write_orbax
+from neojax.models.manifest import MANIFEST_FILE, Manifest
+from neojax.models.orbax_checkpoint import MAX_PART_BYTES, write_orbax
 from neojax.models.parameters import check_tensors
+from neojax.models.partial_directory import PartialDirectory
 from neojax.models.safetensors_writer import MAX_SHARD_BYTES, write_safetensors
 from neojax.text.tokenizer import Tokenizer
 
@@ -54,53 +55,73 @@ def convert(
     *,
     to: Literal["safetensors", "orbax"] = "safetensors",
     dtype: str = "bfloat16",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     progress: bool = True,
 ) -> None:
     """Write `source` as a directory with weights of `dtype`, in safetensors or Orbax's format.
 
+    max_shard_bytes: size of a file or part; by default 5 GB, or 1 GB of an Orbax checkpoint.
     Raises ValueError when the source is not whole, a value does not fit the type, the destination
-    exists, or the disk has no room; then nothing is left behind.
+    exists, or the disk has no room; then nothing is left behind. Raises OSError when a write fails;
+    then the error says where the finished part is kept.
     """
-    if destination.exists():
-        raise ValueError(f"{destination} exists already; name a directory that does not")
     config = ModelConfig.from_checkpoint(source)
     checkpoint = open_checkpoint(source, config)
     parts = check_tensors(checkpoint.shapes, config, str(source))
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name in parts}
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    _require_room(destination.parent, config.num_parameters * DTYPES[dtype].itemsize)
-    # Beside the destination, so that the last step is a rename within one file system.
-    scratch = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}-"))
+    size = config.num_parameters * DTYPES[dtype].itemsize
+    manifest = Manifest.of(source, config, to, dtype)
+    partial = PartialDirectory(destination, MANIFEST_FILE, manifest.text())
     try:
-        with tqdm(total=len(shapes), desc="Converting", disable=not progress) as bar:
-            read = _converting(checkpoint.read, DTYPES[dtype], bar.update)
-            if to == "orbax":
-                write_orbax(scratch, shapes, read)
-            else:
-                write_safetensors(
-                    scratch, shapes, read, DTYPES[dtype], max_shard_bytes=max_shard_bytes
-                )
-        if source.suffix == ".gguf":
-            _write_json(scratch / "config.json", hf_config(config, dtype))
-            _write_tokenizer(source, scratch)
-        else:
-            raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-            raw.pop("dtype", None)
-            _write_json(scratch / "config.json", raw | {"torch_dtype": dtype})
-            for name in _SIDE_FILES:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, scratch / name)
-        scratch.chmod(0o755)
-        os.rename(scratch, destination)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+        with partial as directory:
+            _require_room(directory, size)
+            with tqdm(total=len(shapes), desc="Converting", disable=not progress) as bar:
+                read = _converting(checkpoint.read, DTYPES[dtype])
+                if to == "orbax":
+                    limit = max_shard_bytes or MAX_PART_BYTES
+                    write_orbax(
+                        directory,
+                        shapes,
+                        read,
+                        DTYPES[dtype],
+                        max_part_bytes=limit,
+                        done=bar.update,
+                    )
+                else:
+                    limit = max_shard_bytes or MAX_SHARD_BYTES
+                    write_safetensors(
+                        directory,
+                        shapes,
+                        read,
+                        DTYPES[dtype],
+                        max_shard_bytes=limit,
+                        done=bar.update,
+                    )
+            _write_side_files(source, directory, config, dtype)
+    except OSError as error:
+        if not partial.path.exists() or not partial.holds_work:
+            raise
+        raise OSError(
+            f"{error}. What is finished is kept in {partial.path}: run the same command to go on, "
+            "or delete it"
+        ) from error
 
 
-def _converting(
-    read: Callable[[str], np.ndarray], dtype: np.dtype, done: Callable[[], Any]
-) -> Callable[[str], np.ndarray]:
+def _write_side_files(source: Path, directory: Path, config: ModelConfig, dtype: str) -> None:
+    """Everything but weights: config.json, tokenizer, chat template."""
+    if source.suffix == ".gguf":
+        _write_json(directory / "config.json", hf_config(config, dtype))
+        _write_tokenizer(source, directory)
+        return
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    raw.pop("dtype", None)
+    _write_json(directory / "config.json", raw | {"torch_dtype": dtype})
+    for name in _SIDE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def _converting(read: Callable[[str], np.ndarray], dtype: np.dtype) -> Callable[[str], np.ndarray]:
     """`read` with conversion, which must not make infinities of numbers."""
 
     def converted(name: str) -> np.ndarray:
@@ -109,18 +130,19 @@ def _converting(
             values = stored.astype(dtype)
         if not np.isfinite(values.astype(np.float32)).all():
             raise ValueError(f"{name} holds values that are not finite as {dtype.name}")
-        done()
         return values
 
     return converted
 
 
 def _require_room(directory: Path, num_bytes: int) -> None:
+    """Raises ValueError unless the disk has room for what `directory` still lacks of so much."""
+    num_bytes -= sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise ValueError(
-            f"the weights take {num_bytes / 1e9:.1f} GB, but {directory} has {free / 1e9:.1f} GB "
-            "free"
+            f"the weights take {num_bytes / 1e9:.1f} GB, but {directory.parent} has "
+            f"{free / 1e9:.1f} GB free"
         )
 
 
