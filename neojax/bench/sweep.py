@@ -32,13 +32,14 @@ class SweepConfig(EngineConfig):
 
     cells: str = "all:64/32"
     """What is measured, a list of LIMIT:WORKLOAD. LIMIT is device KV in tokens, or all; WORKLOAD as
-    in `bench throughput`. A cell that ends in =POLICY+POLICY has policies of its own."""
+    in `bench throughput`. LIMIT:WORKLOAD:COUNT has so many requests, and a cell that ends in
+    =POLICY+POLICY has policies of its own."""
     policies: str = "device-only,auto"
     """Offload policies of every cell, a list. The engine is built with auto's pools."""
     arrivals: str = "all"
     """How requests arrive: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV."""
     num_requests: int = 100
-    """Requests of a run."""
+    """Requests of a run, where the cell does not say."""
     warm_up: int = 0
     """Leave so many requests of each run out: the first by sending for latencies, by completion
     for rates."""
@@ -48,7 +49,7 @@ class SweepConfig(EngineConfig):
     max_run_s: float = math.inf
     """Abort what is left of a run after so many seconds."""
     time_budget_s: float = math.inf
-    """Begin no run that would probably end later than this after the engine is ready."""
+    """Begin no run that would probably end later than this after the start of the command."""
     output: Path = Path("sweep.jsonl")
     """Append one JSON line per run to this file; what it already holds is not run again."""
     report: bool = False
@@ -61,33 +62,46 @@ class Cell:
 
     limit_tokens: int | None  # device KV in use at most; None for all there is
     workload: str
+    num_requests: int
     policies: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """As it is written on the command line."""
-        return f"{'all' if self.limit_tokens is None else self.limit_tokens}:{self.workload}"
+        """Without its policies, as it could be written on the command line."""
+        limit = "all" if self.limit_tokens is None else self.limit_tokens
+        return f"{limit}:{self.workload}:{self.num_requests}"
 
 
-def parse_cells(text: str, policies: str) -> list[Cell]:
+def parse_cells(config: SweepConfig) -> list[Cell]:
     """The cells of `--cells`. Raises ValueError for one that cannot be."""
     cells = []
-    for item in text.split(","):
+    for item in config.cells.split(","):
         point, _, own = item.partition("=")
-        limit, _, workload = point.partition(":")
+        limit, _, rest = point.partition(":")
+        workload, _, count = rest.partition(":")
         parse_workload(workload)
-        if limit != "all" and not (limit.isdecimal() and int(limit)):
-            raise ValueError(f"cell {item!r}: the limit must be a number of tokens, or all")
-        names = own.split("+") if own else policies.split(",")
-        cells.append(Cell(None if limit == "all" else int(limit), workload, tuple(names)))
+        if not _is_count(limit, "all") or not _is_count(count, ""):
+            raise ValueError(f"cell {item!r} is not LIMIT:WORKLOAD or LIMIT:WORKLOAD:COUNT")
+        cells.append(
+            Cell(
+                None if limit == "all" else int(limit),
+                workload,
+                int(count or config.num_requests),
+                tuple(own.split("+") if own else config.policies.split(",")),
+            )
+        )
     return cells
+
+
+def _is_count(text: str, otherwise: str) -> bool:
+    return text == otherwise or (text.isdecimal() and int(text) > 0)
 
 
 def main(argv: list[str]) -> int:
     """Run what the output file lacks, and print its table."""
     config = parse(argv, SweepConfig, prog=PROG, positional=None)
     try:
-        cells = parse_cells(config.cells, config.policies)
+        cells = parse_cells(config)
         make_traffic(parse_workload(cells[0].workload), config.arrivals, 1, 0)
         if not config.report:
             _run(config, cells)
@@ -100,6 +114,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(config: SweepConfig, cells: list[Cell]) -> None:
+    begun_s = time.monotonic()
     settings = _settings(config)
     todo = []
     for repeat in range(config.repeats):
@@ -115,7 +130,6 @@ def _run(config: SweepConfig, cells: list[Cell]) -> None:
     if not todo:
         return
     engine = build(config, "auto")
-    begun_s = time.monotonic()
     took_s: dict[tuple[str, str], float] = {}
     for number, (cell, policy, repeat) in enumerate(todo, 1):
         elapsed_s = time.monotonic() - begun_s
@@ -126,7 +140,7 @@ def _run(config: SweepConfig, cells: list[Cell]) -> None:
         engine.set_block_limit(None if limit is None else limit // config.block_size)
         seed = config.seed + repeat
         traffic = make_traffic(
-            parse_workload(cell.workload), config.arrivals, config.num_requests, seed
+            parse_workload(cell.workload), config.arrivals, cell.num_requests, seed
         )
         label = f"{number}/{len(todo)} {cell.name} {policy}"
         run_s = time.monotonic()
@@ -156,7 +170,7 @@ def _settings(config: SweepConfig) -> dict[str, Any]:
     """What must be equal for two runs to be compared."""
     sweep = {field.name for field in dataclasses.fields(SweepConfig)}
     engine = {field.name for field in dataclasses.fields(EngineConfig)}
-    names = (engine - {"offload_policy"}) | {"arrivals", "num_requests", "warm_up"}
+    names = (engine - {"offload_policy"}) | {"arrivals", "warm_up"}
     assert names <= sweep
     return {name: getattr(config, name) for name in sorted(names)}
 

@@ -77,7 +77,7 @@ def test_a_sweep_resumes_where_its_file_stops(
     output = tmp_path / "sweep.jsonl"
     swept = {
         "output": output,
-        "cells": "all:8/4,64:8/4=device-only+full",
+        "cells": "all:8/4,64:8/4:3=device-only+full",
         "policies": "device-only,auto",
         "repeats": 2,
         "num_requests": 3,
@@ -86,21 +86,21 @@ def test_a_sweep_resumes_where_its_file_stops(
     assert bench.main(command) == 0
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(x["cell"], x["policy"], x["repeat"]) for x in lines] == [
-        ("all:8/4", "device-only", 0),
-        ("all:8/4", "auto", 0),
-        ("64:8/4", "device-only", 0),
-        ("64:8/4", "full", 0),
-        ("all:8/4", "auto", 1),
-        ("all:8/4", "device-only", 1),
-        ("64:8/4", "full", 1),
-        ("64:8/4", "device-only", 1),
+        ("all:8/4:3", "device-only", 0),
+        ("all:8/4:3", "auto", 0),
+        ("64:8/4:3", "device-only", 0),
+        ("64:8/4:3", "full", 0),
+        ("all:8/4:3", "auto", 1),
+        ("all:8/4:3", "device-only", 1),
+        ("64:8/4:3", "full", 1),
+        ("64:8/4:3", "device-only", 1),
     ]
     for line in lines:
         steps = line["counters"]
         assert (steps["steps_pipelined"] > 0) == (line["policy"] == "full")
         assert line["summary"]["num_requests"] == 3
     printed = capsys.readouterr().out
-    row = next(r for r in printed.splitlines() if r.startswith("| 64:8/4 device-only"))
+    row = next(r for r in printed.splitlines() if r.startswith("| 64:8/4:3 device-only"))
     assert " 1.000 |" in row
 
     kept = output.read_text().splitlines()
@@ -113,7 +113,7 @@ def test_a_sweep_resumes_where_its_file_stops(
     assert bench.main(["sweep", "--output", str(output), "--report"]) == 0
     # Another setting is another measurement.
     with pytest.raises(pytest.fail.Exception):
-        bench.main(["sweep", *engine_flags, *flags(**swept | {"num_requests": 4})])
+        bench.main(["sweep", *engine_flags, *flags(**swept | {"seed": 4})])
 
 
 def test_no_run_begins_after_the_time_budget(engine_flags: list[str], tmp_path: Path):
@@ -141,7 +141,7 @@ def test_ratios_pair_the_runs_of_one_repeat():
     assert " 1.250 | " in next(r for r in text.splitlines() if r.startswith("| all:8/4 auto"))
 
 
-@pytest.mark.parametrize("cells", ["8/4", "0:8/4", "x:8/4", "all:zzz"])
+@pytest.mark.parametrize("cells", ["8/4", "0:8/4", "x:8/4", "all:zzz", "all:8/4:0"])
 def test_a_cell_that_cannot_be_is_refused(cells: str):
     with pytest.raises(SystemExit, match="error: "):
         bench.main(["sweep", "--cells", cells])
