@@ -40,7 +40,13 @@ def sweep_table(lines: Sequence[dict[str, Any]]) -> str:
                     str(len(runs)) + (f" ({unfinished} requests unfinished)" if unfinished else ""),
                 ]
             )
-    header = ("cell, policy", *SUMMARY_HEADER, f"x {BASELINE}", "steps device/pipelined", "runs")
+    header = (
+        "cell, policy",
+        *SUMMARY_HEADER,
+        f"x {BASELINE}",
+        "steps device/pipelined/rolling",
+        "runs",
+    )
     return table(header, rows)
 
 

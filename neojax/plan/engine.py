@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 from collections import deque
 
-from neojax.plan.lanes import step_times
+from neojax.plan.lanes import StepTimes, rolling_step_times, step_times
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.costs import CostTables
 from neojax.scheduler.plan import Mode, Plan
 from neojax.scheduler.policy import load_policy
+from neojax.scheduler.prediction import Load
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
 
@@ -82,6 +83,8 @@ class SimulatedEngine:
         self._device_free_s = 0.0
         self._device_s = self._host_s = 0.0
         self._steps = dict.fromkeys(Mode, 0)
+        # Rows and contexts of the groups under way in ROLLING steps, one per layer.
+        self._groups: deque[tuple[int, int]] = deque(maxlen=tables.num_layers)
 
     @property
     def has_work(self) -> bool:
@@ -120,7 +123,8 @@ class SimulatedEngine:
     def step(self) -> SimulatedStep:
         """Launch the next step if one can run, and read the oldest in flight when due.
 
-        Raises RuntimeError when requests wait and nothing can run.
+        Raises RuntimeError when requests wait and nothing can run, ValueError when the tables do
+        not know the step's mode.
         """
         plan = None
         if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
@@ -128,7 +132,7 @@ class SimulatedEngine:
         if plan is not None:
             self._steps[plan.mode] += 1
             start_s = max(self.clock.now_s(), self._device_free_s)
-            times = step_times(plan, self.tables)
+            times = self._times(plan)
             self._device_free_s = start_s + times.seconds
             self._device_s += times.device_s
             self._host_s += times.host_s
@@ -151,13 +155,24 @@ class SimulatedEngine:
             ],
         )
 
+    def _times(self, plan: Plan) -> StepTimes:
+        if plan.mode not in self.tables.linear:
+            raise ValueError(f"the cost tables know no steps of mode {plan.mode}")
+        if plan.mode is not Mode.ROLLING:
+            return step_times(plan, self.tables)
+        entering = plan.rolling.entering
+        self._groups.append((len(entering), sum(row.stop for row in entering)))
+        rows = self.scheduler.limits.rolling_rows
+        return rolling_step_times(Load.of(plan.b0), rows, self._groups, self.tables)
+
     def stats(self) -> SimulatedStats:
         """A snapshot of the counters."""
         return SimulatedStats(
-            self._steps[Mode.DEVICE_ONLY],
-            self._steps[Mode.PIPELINED],
-            self.scheduler.num_preemptions,
-            self.scheduler.num_placed[Placement.HOST],
-            self._device_s,
-            self._host_s,
+            steps_device_only=self._steps[Mode.DEVICE_ONLY],
+            steps_pipelined=self._steps[Mode.PIPELINED],
+            steps_rolling=self._steps[Mode.ROLLING],
+            num_preemptions=self.scheduler.num_preemptions,
+            requests_placed_host=self.scheduler.num_placed[Placement.HOST],
+            device_s=self._device_s,
+            host_s=self._host_s,
         )

@@ -9,6 +9,7 @@ what it costs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from neojax.scheduler.costs import CostTables
@@ -28,7 +29,7 @@ class StepTimes(NamedTuple):
 
 
 def step_times(plan: Plan, tables: CostTables) -> StepTimes:
-    """A plan on a machine whose parts cost exactly what the tables say."""
+    """A DEVICE_ONLY or PIPELINED plan on a machine whose parts cost what the tables say."""
     b0, b1 = Load.of(plan.b0), Load.of(plan.b1)
     swapped_out = sum(swap.num_tokens for swap in plan.swaps if swap.is_out)
     swapped_in = sum(swap.num_tokens for swap in plan.swaps if not swap.is_out)
@@ -69,3 +70,24 @@ def _layers(mode: Mode, b0: Load, b1: Load, c: CostTables) -> StepTimes:
                 link = max(link, device) + store
     busy = c.num_layers * (sum(linear) + sum(attention))
     return StepTimes(max(device, link), busy, c.num_layers * sum(on_host))
+
+
+def rolling_step_times(
+    b0: Load, group_rows: int, groups: Iterable[tuple[int, int]], c: CostTables
+) -> StepTimes:
+    """A ROLLING step: every layer carries a group of host rows, padded to group_rows.
+
+    groups: rows and sum of contexts of those under way. The host attends to all of them within
+    the step, in the steady state; the linear stages' table has the starts and joins in it.
+    """
+    layer = (
+        c.linear[Mode.ROLLING](b0.num_rows + group_rows)
+        + c.device_decode(b0.num_decodes, b0.decode_context)
+        + sum(c.prefill_attention(tokens, context) for tokens, context in b0.chunks)
+        + c.fetch(b0.fetch_tokens)
+    )
+    host_s = sum(c.host_decode(rows, context) for rows, context in groups)
+    store_s = c.num_layers * c.store(b0.store_tokens)
+    ends = c.per_step[Mode.ROLLING](b0.num_rows + group_rows)
+    device_s = c.num_layers * layer
+    return StepTimes(max(device_s, host_s, store_s) + ends, device_s + ends, host_s)

@@ -58,9 +58,16 @@ class Roofline:
         """Tokens whose KV three quarters of the host's memory hold."""
         return int(0.75 * self.machine.host_memory / self.kv_token_bytes)
 
-    def linear(self, rows: float, *, own_programs: bool = False) -> float:
-        """Matrix products of a layer, its sums over devices included."""
-        seconds = self._products(rows, self._layer_weights) + own_programs * self.efficiency.stage_s
+    def linear(self, rows: float, mode: Mode = Mode.DEVICE_ONLY) -> float:
+        """Matrix products of a layer, its sums over devices included.
+
+        In ROLLING mode also the start and join of its host rows, which have a step to end in.
+        """
+        seconds = self._products(rows, self._layer_weights)
+        if mode is Mode.PIPELINED:
+            seconds += self.efficiency.stage_s
+        elif mode is Mode.ROLLING:
+            seconds += self.efficiency.rolling_hop_s
         n = self.machine.num_devices
         if n > 1:
             moved = 2 * (n - 1) / n * rows * self.model.hidden_size * BYTES
@@ -106,9 +113,7 @@ class Roofline:
         return CostTables(
             num_layers=self.model.num_layers,
             linear={
-                mode: _table1(
-                    tokens, lambda n, m=mode: self.linear(n, own_programs=m is not Mode.DEVICE_ONLY)
-                )
+                mode: _table1(tokens, lambda rows, mode=mode: self.linear(rows, mode))
                 for mode in Mode
             },
             prefill_attention=_table2(tokens, contexts, self.prefill_attention),

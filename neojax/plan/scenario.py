@@ -25,8 +25,11 @@ class Limits:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 8192
     block_size: int = 16
+    rolling_rows: int = 32
 
-    def of_pools(self, device_kv_tokens: int, host_kv_tokens: int) -> SchedulerLimits:
+    def of_pools(
+        self, device_kv_tokens: int, host_kv_tokens: int, num_layers: int
+    ) -> SchedulerLimits:
         """With pools of so many tokens; the context is cut to the larger one.
 
         Raises ValueError when neither pool holds two tokens.
@@ -47,6 +50,8 @@ class Limits:
             num_host_blocks=host_kv_tokens // p,
             max_num_chunks=MAX_NUM_CHUNKS,
             scratch_tokens=-(-longest // p) * p + MAX_NUM_CHUNKS * p,
+            num_layers=num_layers,
+            rolling_rows=min(self.rolling_rows, self.max_num_seqs),
         )
 
 
@@ -104,4 +109,4 @@ def describe(
             f"of {machine.name} is {memory / 1e9:.1f} GB"
         )
     tables = roofline.tables(limits.max_num_batched_tokens, max(device, host, 1))
-    return Scenario(tables, limits.of_pools(device, host))
+    return Scenario(tables, limits.of_pools(device, host, model.num_layers))

@@ -48,6 +48,8 @@ class ScenarioConfig(LoadConfig):
     """Most tokens in one step."""
     max_model_len: int = 8192
     """Longest prompt plus output."""
+    rolling_rows: int = 32
+    """Host rows of a layer in ROLLING steps; 0 for none."""
     seed: int = 0
     """Seed of lengths and arrivals."""
 
@@ -57,6 +59,7 @@ class ScenarioConfig(LoadConfig):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            rolling_rows=self.rolling_rows,
         )
         if self.tables is None:
             return describe(
@@ -73,7 +76,8 @@ class ScenarioConfig(LoadConfig):
             tables = CostTables.from_json(self.tables.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"--tables {self.tables} cannot be read: {error}") from error
-        return Scenario(tables, limits.of_pools(self.device_kv_tokens, self.host_kv_tokens))
+        pools = self.device_kv_tokens, self.host_kv_tokens
+        return Scenario(tables, limits.of_pools(*pools, tables.num_layers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,11 +135,11 @@ def policy_table(results: dict[str, SimulatedRun]) -> str:
                 policy,
                 *summary_cells(run.summary),
                 "-" if base is None else f"{rate / base.summary.requests_per_s:.3f}",
-                f"{counters.steps_device_only}/{counters.steps_pipelined}",
+                f"{counters.steps_device_only}/{counters.steps_pipelined}/{counters.steps_rolling}",
                 f"{run.device_share:.0%}/{run.host_share:.0%}",
             ]
         )
-    header = ("policy", *SUMMARY_HEADER, f"x {BASELINE}", "steps device/pipelined",
+    header = ("policy", *SUMMARY_HEADER, f"x {BASELINE}", "steps device/pipelined/rolling",
               "busy device/host")  # fmt: skip
     return table(header, rows)
 

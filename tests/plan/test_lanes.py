@@ -8,13 +8,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from neojax.plan.lanes import StepTimes, step_times
+from neojax.plan.lanes import StepTimes, rolling_step_times, step_times
 from neojax.plan.machine import MACHINES
 from neojax.plan.model_sizes import MODELS
 from neojax.plan.roofline import Roofline
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.plan import Mode, Plan, Row, SubBatch, Swap
-from neojax.scheduler.prediction import Predictor
+from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import Placement, Progress, Request
 
 TABLES = Roofline(MACHINES["a10g-g5.8xlarge"], MODELS["llama-3.1-8b"]).tables(2048, 400_000)
@@ -82,3 +82,16 @@ def test_swaps_run_beside_a_step_until_the_link_is_what_it_waits_for():
     assert with_swap(100) == alone
     copy = TABLES.num_layers * TABLES.swap_out(100_000)
     assert with_swap(100_000) == pytest.approx(copy, rel=0.1)
+
+
+def test_a_rolling_step_is_its_longer_lane():
+    b0 = Load(num_decodes=8, decode_context=8000)
+    layer = TABLES.linear[Mode.ROLLING](8 + 4) + TABLES.device_decode(8, 8000)
+    device = 32 * layer + TABLES.per_step[Mode.ROLLING](8 + 4)
+    idle = rolling_step_times(b0, 4, [(0, 0)] * 32, TABLES)
+    assert idle == (pytest.approx(device), pytest.approx(device), 0)
+    groups = [(4, 100_000)] * 32
+    busy = rolling_step_times(b0, 4, groups, TABLES)
+    host = 32 * TABLES.host_decode(4, 100_000)
+    assert busy.host_s == pytest.approx(host)
+    assert busy.seconds == pytest.approx(host + TABLES.per_step[Mode.ROLLING](12))

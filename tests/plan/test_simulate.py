@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from neojax.plan.model_sizes import MODELS
 from neojax.plan.roofline import Roofline
 from neojax.plan.scenario import Limits, Scenario, describe
 from neojax.sampling_params import SamplingParams
+from neojax.scheduler.plan import Mode
 
 
 def scenario(device_kv_tokens: int = 4000, machine: str = "h200") -> Scenario:
     return describe(MACHINES[machine], MODELS["llama-3.1-8b"], device_kv_tokens=device_kv_tokens)
 
 
-@pytest.mark.parametrize("policy", ["device-only", "auto", "full"])
+@pytest.mark.parametrize("policy", ["device-only", "auto", "full", "rolling"])
 def test_every_request_gets_all_its_tokens_in_order(policy: str):
     point = scenario()
     traffic = make_traffic(parse_workload("osc"), "poisson:20", 40, seed=1)
@@ -36,6 +38,11 @@ def test_every_request_gets_all_its_tokens_in_order(policy: str):
         assert record.token_s[0] > record.sent_s
         assert record.on_host or policy != "full"
     engine.scheduler.check_integrity()
+    stats = engine.stats()
+    assert (stats.steps_rolling > 0) == (policy == "rolling")
+    assert (stats.steps_pipelined > 0) == (policy != "device-only")
+    assert (stats.requests_placed_host > 0) == (policy != "device-only")
+    assert (stats.host_s > 0) == (policy != "device-only")
 
 
 def test_time_is_the_steps_time_when_there_is_always_work():
@@ -46,6 +53,16 @@ def test_time_is_the_steps_time_when_there_is_always_work():
     while engine.has_work:
         engine.step()
     assert engine.stats().device_s == pytest.approx(engine.clock.now_s())
+
+
+def test_tables_without_rolling_steps_cannot_simulate_them():
+    point = scenario()
+    linear = {mode: t for mode, t in point.tables.linear.items() if mode is not Mode.ROLLING}
+    point = dataclasses.replace(point, tables=dataclasses.replace(point.tables, linear=linear))
+    traffic = make_traffic(parse_workload("200/10"), "all", 60, seed=0)
+    assert point.run("auto", traffic).summary.num_errors == 0
+    with pytest.raises(ValueError, match="know no steps of mode rolling"):
+        point.run("rolling", traffic)
 
 
 def test_a_simulation_is_the_same_every_time():
