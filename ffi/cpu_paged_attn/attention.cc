@@ -126,11 +126,12 @@ class Job {
   }
 
   void Emit(int row, int head, const float* out, float max, float sum) const {
-    int64_t at = int64_t{row} * params_.num_q_heads + head;
-    float by = 1.0f / sum;
+    const int64_t at = int64_t{row} * params_.num_q_heads + head;
+    const int head_dim = shape_.head_dim;
+    const float by = 1.0f / sum;
     WithType(call_.dtype, [&](auto* type) {
-      auto* to = static_cast<decltype(type)>(call_.out) + at * shape_.head_dim;
-      for (int d = 0; d < shape_.head_dim; ++d) Assign(to + d, out[d] * by);
+      auto* to = static_cast<decltype(type)>(call_.out) + at * head_dim;
+      for (int d = 0; d < head_dim; ++d) Assign(to + d, out[d] * by);
     });
     if (call_.lse != nullptr) call_.lse[at] = max * kLn2 + std::log(sum);
   }

@@ -52,29 +52,23 @@ inline float ToFloat(F16 x) {
 // All round to nearest even; a NaN stays a NaN, too large becomes infinite.
 inline void Assign(float* to, float x) { *to = x; }
 inline void Assign(Bf16* to, float x) {
+  // Without branches, so that loops become vectors.
   uint32_t bits = BitsFromFloat(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) {
-    to->bits = static_cast<uint16_t>((bits >> 16) | 0x40);
-  } else {
-    to->bits =
-        static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-  }
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+  uint32_t nan = (bits >> 16) | 0x40;
+  to->bits = static_cast<uint16_t>(x == x ? rounded : nan);
 }
 inline void Assign(F16* to, float x) {
   uint32_t bits = BitsFromFloat(x);
   uint32_t sign = (bits >> 16) & 0x8000;
   uint32_t magnitude = bits & 0x7fffffffu;
-  uint32_t half;
-  if (magnitude > 0x7f800000u) {
-    half = 0x7e00;
-  } else if (magnitude >= 0x477ff000u) {  // 65520, half way beyond the largest
-    half = 0x7c00;
-  } else if (magnitude < 0x38800000u) {  // below 2^-14: subnormal
-    // Adding 0.5 leaves the result in the lowest bits, rounded.
-    half = BitsFromFloat(FloatFromBits(magnitude) + 0.5f) - 0x3f000000u;
-  } else {
-    half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
-  }
+  // Adding 0.5 to a subnormal leaves the result in the lowest bits, rounded.
+  uint32_t small = BitsFromFloat(FloatFromBits(magnitude) + 0.5f) - 0x3f000000u;
+  uint32_t normal =
+      (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
+  uint32_t half = magnitude < 0x38800000u ? small : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520: beyond the largest
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
   to->bits = static_cast<uint16_t>(sign | half);
 }
 
