@@ -14,10 +14,22 @@ class WorkerPool:
     """Threads that run one job at a time, the calling thread included.
 
     `num_threads` None: usable cores (affinity and cgroup quota) less two, or less one below four.
-    `cpus` pins each thread to a core; the first is the lane's dispatcher's.
+    `cpus` pins each thread to a core; the first is the lane's dispatcher's. `nodes`: the cores of
+    each NUMA node; threads are spread over them and stay there, caches are placed so that each node
+    holds a part, which its own threads read. None: the machine's; empty: none are told apart.
     """
 
-    def __init__(self, num_threads: int | None = None, *, cpus: Sequence[int] = ...) -> None: ...
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        *,
+        cpus: Sequence[int] = ...,
+        nodes: Sequence[Sequence[int]] | None = None,
+    ) -> None: ...
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that have threads; 1 where none are told apart."""
+
     @property
     def num_threads(self) -> int: ...
     def close(self) -> None:

@@ -57,8 +57,8 @@ class EngineConfig:
     cpu_threads: int | None = None
     """Threads of the host attention. Default: usable cores less two."""
     cpu_bind: str = "auto"
-    """Where these threads run. A list of cores like 0-7,16: one thread on each; auto or none:
-    wherever the system puts them."""
+    """Where these threads run. A list of cores like 0-7,16: one thread on each; none: wherever the
+    system puts them; auto: each stays on one NUMA node and reads the memory there."""
     cpu_isa: str | None = None
     """Kernels of the host attention: scalar, avx2, avx512, avx512bf16, amx, neon or neonbf16.
     Default: the fastest that this machine runs."""

@@ -74,6 +74,10 @@ std::string Gib(int64_t bytes) {
 // Makes pages real. False, with errno, if there is no memory for them; older
 // kernels cannot say so and end the process instead.
 bool Touch(char* begin, int64_t size) {
+  // Whole pages: a neighbour's stretch may begin within the last one.
+  const int64_t before = reinterpret_cast<uintptr_t>(begin) % 4096;
+  begin -= before;
+  size += before;
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
   if (madvise(begin, size, kPopulateWrite) == 0) return true;
   if (errno != EINVAL) return false;
@@ -103,7 +107,7 @@ void CheckShape(const CacheShape& s) {
 
 HostKVCache::HostKVCache(const CacheShape& shape,
                          std::shared_ptr<WorkerPool> pool)
-    : shape_(shape), pool_(std::move(pool)) {
+    : shape_(shape), pool_(std::move(pool)), num_nodes_(pool_->num_nodes()) {
   CheckShape(shape_);
   const int64_t bytes = shape_.num_bytes();
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -116,24 +120,52 @@ HostKVCache::HostKVCache(const CacheShape& shape,
   // Advice only: a kernel without huge pages is merely slower.
   madvise(data_, bytes, MADV_HUGEPAGE);
 
-  int64_t start = NowNs();
+  try {
+    TouchAll();
+  } catch (...) {
+    munmap(data_, bytes);
+    throw;
+  }
+}
+
+void HostKVCache::TouchAll() {
+  const int64_t bytes = shape_.num_bytes();
+  const int64_t start = NowNs();
   constexpr int64_t kPiece = int64_t{32} << 20;
-  std::atomic<int64_t> next{0}, touched{0};
+  // Pieces of a node, layer by layer; each node's threads take its own.
+  std::atomic<int64_t> next[kMaxNodes] = {};
+  std::atomic<int64_t> touched{0};
   std::atomic<int> failure{0};
-  pool_->Run(pool_->num_threads(), [&](int) {
+  auto touch = [&](int node) {
+    const int64_t first = FirstBlock(shape_, num_nodes_, node);
+    const int64_t layer_size =
+        (FirstBlock(shape_, num_nodes_, node + 1) - first) *
+        shape_.block_bytes();
+    const int64_t pieces = (layer_size + kPiece - 1) / kPiece;
     while (failure.load(std::memory_order_relaxed) == 0) {
-      int64_t begin = next.fetch_add(kPiece, std::memory_order_relaxed);
-      if (begin >= bytes) return;
-      int64_t size = std::min(kPiece, bytes - begin);
-      if (!Touch(data_ + begin, size)) {
+      const int64_t i = next[node].fetch_add(1, std::memory_order_relaxed);
+      if (i >= pieces * shape_.num_layers) return;
+      const int64_t at = i % pieces * kPiece;
+      const int64_t size = std::min(kPiece, layer_size - at);
+      char* begin = data_ + i / pieces * shape_.layer_bytes() +
+                    first * shape_.block_bytes() + at;
+      if (!Touch(begin, size)) {
         failure.store(errno, std::memory_order_relaxed);
         return;
       }
       touched.fetch_add(size, std::memory_order_relaxed);
     }
-  });
+  };
+  {
+    KeepAffinity keep;  // the caller is one of the workers
+    pool_->Run(pool_->num_threads(), [&](int worker) {
+      if (worker == 0) pool_->Bind(0);
+      touch(pool_->node_of(worker));
+    });
+  }
+  // A closed pool has no thread on other nodes.
+  for (int node = 0; node < num_nodes_; ++node) touch(node);
   if (failure != 0) {
-    munmap(data_, bytes);
     throw std::runtime_error(
         "the machine gave " + Gib(touched) + " of " + Gib(bytes) +
         " GiB for the host's KV cache: " + std::strerror(failure));

@@ -28,6 +28,15 @@ struct CacheShape {
   int64_t num_bytes() const { return num_layers * layer_bytes(); }
 };
 
+// First block of a node's stretch, of `num_nodes`.
+inline int FirstBlock(const CacheShape& shape, int num_nodes, int node) {
+  return static_cast<int>(int64_t{shape.num_blocks} * node / num_nodes);
+}
+inline int NodeOfBlock(const CacheShape& shape, int num_nodes, int block) {
+  return static_cast<int>(((int64_t{block} + 1) * num_nodes - 1) /
+                          shape.num_blocks);
+}
+
 // Layout: [L, P, K, p/16] tiles; a tile is 16 tokens of one head, K then V:
 //   bfloat16  K [H/2][16][2]  V [8][H][2]   (what vdpbf16ps and AMX eat)
 //   float32, float16  K [H][16]  V [16][H]
@@ -45,6 +54,10 @@ class HostKVCache {
   const std::shared_ptr<WorkerPool>& pool() const { return pool_; }
   double touch_seconds() const { return touch_seconds_; }
 
+  // Every layer's blocks lie on the nodes of the pool's threads, one stretch
+  // on each, because these threads touch them first.
+  int num_nodes() const { return num_nodes_; }
+
   // First tile of a head in block 0 of a layer.
   char* HeadBase(int layer, int head) const {
     return data_ + layer * shape_.layer_bytes() + head * shape_.head_bytes();
@@ -61,6 +74,7 @@ class HostKVCache {
   void Fill(float value);
 
  private:
+  void TouchAll();
   char* Tile(int layer, int block, int slot, int head) const {
     return HeadBase(layer, head) + block * shape_.block_bytes() +
            slot / 16 * shape_.tile_bytes();
@@ -68,6 +82,7 @@ class HostKVCache {
 
   const CacheShape shape_;
   const std::shared_ptr<WorkerPool> pool_;
+  const int num_nodes_;
   char* data_ = nullptr;
   double touch_seconds_ = 0;
 };

@@ -60,7 +60,7 @@ class Job {
     AttendArgs args;
     args.q = q;
     args.base = cache_.HeadBase(call_.layer, item.head);
-    args.table = plan_.table(item.row);
+    args.table = plan_.blocks(item);
     args.block_bytes = shape_.block_bytes();
     args.tile_bytes = shape_.tile_bytes();
     args.tiles_per_block = shape_.tiles_per_block();
@@ -69,7 +69,7 @@ class Job {
     const bool has_next = next != nullptr;
     args.next_base =
         has_next ? cache_.HeadBase(call_.layer, next->head) : nullptr;
-    args.next_table = has_next ? plan_.table(next->row) : nullptr;
+    args.next_table = has_next ? plan_.blocks(*next) : nullptr;
     args.next_begin = has_next ? next->begin : 0;
     args.next_end = has_next ? next->end : 0;
     args.head_dim = head_dim;
@@ -167,8 +167,17 @@ void Attend(HostKVCache& cache, WorkerPool& pool, const KernelTable& kernels,
             const AttentionParams& params, const Plan& plan,
             const AttentionCall& call) {
   Job job(cache, kernels, params, plan, call);
-  pool.ForEach(plan.num_items(call.num_rows), [&](int i, int next) {
-    job.RunItem(plan.items()[i], next < 0 ? nullptr : &plan.items()[next]);
+  int counts[kMaxNodes];
+  for (int node = 0; node < plan.num_nodes(); ++node) {
+    counts[node] = plan.num_items(node, call.num_rows);
+  }
+  auto item = [&](int i) {
+    int node = 0;
+    for (; i >= counts[node]; ++node) i -= counts[node];
+    return &plan.items(node)[i];
+  };
+  pool.ForEach(counts, plan.num_nodes(), [&](int i, int next) {
+    job.RunItem(*item(i), next < 0 ? nullptr : item(next));
   });
 }
 

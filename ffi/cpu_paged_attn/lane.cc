@@ -148,9 +148,9 @@ void HostLane::SetPlan(int index, const int32_t* context_lens, Table tables,
         "context_lens has " + Text(tables.rows) +
         " rows; the lane has max_rows=" + Text(options_.max_rows));
   }
-  auto plan =
-      std::make_shared<const Plan>(shape(), options_.num_q_heads, context_lens,
-                                   tables, window, chunks, chunk_tables);
+  auto plan = std::make_shared<const Plan>(shape(), options_.num_q_heads,
+                                           context_lens, tables, window, chunks,
+                                           chunk_tables, cache_->num_nodes());
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) throw std::logic_error("the lane is closed");
   Entry& entry = plans_[index];
@@ -360,7 +360,7 @@ HostLane::Running HostLane::running() const {
 }
 
 void HostLane::Dispatch() {
-  if (!pool_->cpus().empty()) BindThisThread(pool_->cpus()[0]);
+  pool_->Bind(0);
   for (;;) {
     work_.Wait(pool_->SpinNs());
     work_.Reset();

@@ -23,6 +23,7 @@
 #include "ffi/cpu_paged_attn/isa.h"
 #include "ffi/cpu_paged_attn/lane.h"
 #include "ffi/cpu_paged_attn/numpy_arrays.h"
+#include "ffi/cpu_paged_attn/topology.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -131,7 +132,7 @@ nb::tuple AttendDirect(HostKVCache& cache, WorkerPool& pool,
   {
     nb::gil_scoped_release release;
     Plan plan(shape, num_q_heads, context_lens.data(), AsTable(tables), window,
-              nullptr, {nullptr, 0, 0});
+              nullptr, {nullptr, 0, 0}, cache.num_nodes());
     Attend(cache, pool, kernels, params, plan,
            {rows.data(), rows.dtype(), layer, static_cast<int>(n), append,
             out.data, static_cast<float*>(lse.data)});
@@ -159,7 +160,7 @@ std::vector<double> TimeAttendCalls(HostKVCache& cache, WorkerPool& pool,
   }
   nb::gil_scoped_release release;
   Plan plan(shape, num_q_heads, context_lens.data(), AsTable(tables), 0,
-            nullptr, {nullptr, 0, 0});
+            nullptr, {nullptr, 0, 0}, cache.num_nodes());
   return TimeAttend(cache, pool, kernels, params, plan, rows.data(),
                     rows.dtype(), num_calls, asleep);
 }
@@ -298,17 +299,20 @@ NB_MODULE(_cpu_paged_attn, m) {
       .def(
           "__init__",
           [](WorkerPool* self, std::optional<int> num_threads,
-             std::vector<int> cpus) {
+             std::vector<int> cpus,
+             std::optional<std::vector<std::vector<int>>> nodes) {
             if (num_threads.has_value() && *num_threads < 1) {
               throw std::invalid_argument(
                   "num_threads must be at least 1, "
                   "got " +
                   std::to_string(*num_threads));
             }
-            new (self) WorkerPool(num_threads.value_or(0), std::move(cpus));
+            new (self) WorkerPool(num_threads.value_or(0), std::move(cpus),
+                                  nodes.has_value() ? *nodes : NumaNodes());
           },
           "num_threads"_a = nb::none(), nb::kw_only(),
-          "cpus"_a = std::vector<int>())
+          "cpus"_a = std::vector<int>(), "nodes"_a = nb::none())
+      .def_prop_ro("num_nodes", &WorkerPool::num_nodes)
       .def_prop_ro("num_threads", &WorkerPool::num_threads)
       .def("close", &WorkerPool::Close,
            nb::call_guard<nb::gil_scoped_release>());

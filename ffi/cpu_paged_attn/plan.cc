@@ -41,7 +41,7 @@ void CheckTable(const CacheShape& shape, const char* name, int row,
 
 Plan::Plan(const CacheShape& shape, int num_q_heads,
            const int32_t* context_lens, Table tables, int window,
-           const int32_t* chunks, Table chunk_tables)
+           const int32_t* chunks, Table chunk_tables, int num_nodes)
     : context_lens_(context_lens, context_lens + tables.rows),
       tables_(tables.data,
               tables.data + static_cast<int64_t>(tables.rows) * tables.width),
@@ -52,6 +52,8 @@ Plan::Plan(const CacheShape& shape, int num_q_heads,
       width_(tables.width),
       chunk_width_(chunk_tables.width) {
   int64_t total_tiles = 0;
+  std::vector<std::vector<Stretch>> stretches;
+  nodes_.resize(num_nodes);
   for (int row = 0; row < num_rows(); ++row) {
     int len = context_lens_[row];
     if (len < 1) {
@@ -60,7 +62,8 @@ Plan::Plan(const CacheShape& shape, int num_q_heads,
     }
     CheckTable(shape, "tables", row, table(row), width_, len);
     int begin = window > 0 ? std::max(0, len - window) : 0;
-    total_tiles += (len + 15) / 16 - begin / 16;
+    stretches.push_back(Stretches(shape, row, begin));
+    for (const Stretch& s : stretches.back()) total_tiles += s.tiles();
   }
   for (int i = 0; i < chunk_tables.rows; ++i) {
     Chunk c{chunks[4 * i], chunks[4 * i + 1], chunks[4 * i + 2],
@@ -77,41 +80,72 @@ Plan::Plan(const CacheShape& shape, int num_q_heads,
   const int64_t item_tiles =
       std::clamp(total_tiles * shape.num_kv_heads / kTargetItems, kMinItemTiles,
                  kMaxItemTiles);
-  int num_parts = 0;
-  items_before_row_.push_back(0);
   for (int row = 0; row < num_rows(); ++row) {
-    const int len = context_lens_[row];
-    const int begin = window > 0 ? std::max(0, len - window) : 0;
-    const int first_tile = begin / 16;
-    const int tiles = (len + 15) / 16 - first_tile;
-    const int pieces = static_cast<int>((tiles + item_tiles - 1) / item_tiles);
-    // Heads of one range are neighbours in memory, so they follow each other.
-    const int first_split = static_cast<int>(splits_.size());
-    for (int head = 0; pieces > 1 && head < shape.num_kv_heads; ++head) {
-      splits_.push_back({num_parts, pieces});
-      num_parts += pieces;
+    AddItems(shape, row, stretches[row], item_tiles);
+    for (Node& node : nodes_) {
+      node.items_before_row.push_back(static_cast<int>(node.items.size()));
     }
-    auto tile_at = [&](int piece) {
-      return first_tile + static_cast<int>(int64_t{tiles} * piece / pieces);
-    };
-    for (int i = 0; i < pieces; ++i) {
-      const bool is_last = i == pieces - 1;
-      const int from = std::max(begin, tile_at(i) * 16);
-      const int to = is_last ? len : tile_at(i + 1) * 16;
-      for (int head = 0; head < shape.num_kv_heads; ++head) {
-        const int split = pieces > 1 ? first_split + head : -1;
-        const int part = pieces > 1 ? splits_[split].first_part + i : -1;
-        items_.push_back({row, head, from, to, part, split, is_last});
-      }
-    }
-    items_before_row_.push_back(static_cast<int>(items_.size()));
   }
   part_floats_ =
       int64_t{num_q_heads / shape.num_kv_heads} * (shape.head_dim + 2);
   // A cache line apart, so that threads do not share one.
   part_floats_ = (part_floats_ + 15) / 16 * 16;
-  parts_.reset(new float[num_parts * part_floats_]);
+  parts_.reset(new float[num_parts_ * part_floats_]);
   finished_.reset(new std::atomic<int>[splits_.size()]());
+}
+
+std::vector<Plan::Stretch> Plan::Stretches(const CacheShape& shape, int row,
+                                           int begin) {
+  const int size = shape.block_size;
+  const int len = context_lens_[row];
+  const int first = begin / size, last = (len - 1) / size;
+  std::vector<Stretch> out;
+  for (int node = 0; node < num_nodes(); ++node) {
+    Stretch s{node, static_cast<int64_t>(blocks_.size()), 0, 0, false};
+    for (int i = first; i <= last; ++i) {
+      const int block = table(row)[i];
+      if (NodeOfBlock(shape, num_nodes(), block) != node) continue;
+      if (i == first) s.begin = begin % size;
+      s.end += i == last ? len - last * size : size;
+      s.is_last = i == last;
+      blocks_.push_back(block);
+    }
+    if (s.end > 0) out.push_back(s);
+  }
+  return out;
+}
+
+void Plan::AddItems(const CacheShape& shape, int row,
+                    const std::vector<Stretch>& stretches, int64_t item_tiles) {
+  auto pieces_of = [&](const Stretch& s) {
+    return static_cast<int>((s.tiles() + item_tiles - 1) / item_tiles);
+  };
+  int pieces = 0;
+  for (const Stretch& s : stretches) pieces += pieces_of(s);
+  const int first_split = static_cast<int>(splits_.size());
+  for (int head = 0; pieces > 1 && head < shape.num_kv_heads; ++head) {
+    splits_.push_back({num_parts_, pieces});
+    num_parts_ += pieces;
+  }
+  int piece = 0;
+  for (const Stretch& s : stretches) {
+    const int count = pieces_of(s);
+    auto tile_at = [&](int i) {
+      return s.begin / 16 + static_cast<int>(int64_t{s.tiles()} * i / count);
+    };
+    for (int i = 0; i < count; ++i, ++piece) {
+      const int from = std::max(s.begin, tile_at(i) * 16);
+      const int to = i == count - 1 ? s.end : tile_at(i + 1) * 16;
+      const bool is_last = s.is_last && i == count - 1;
+      // Heads of one range are neighbours in memory, so they follow each other.
+      for (int head = 0; head < shape.num_kv_heads; ++head) {
+        const int split = pieces > 1 ? first_split + head : -1;
+        const int part = pieces > 1 ? splits_[split].first_part + piece : -1;
+        nodes_[s.node].items.push_back(
+            {row, head, from, to, s.table, part, split, is_last});
+      }
+    }
+  }
 }
 
 bool Plan::FinishPart(int split) const {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ffi/cpu_paged_attn/signal.h"
+#include "ffi/cpu_paged_attn/topology.h"
 
 namespace neojax {
 
@@ -21,15 +22,22 @@ namespace neojax {
 class WorkerPool {
  public:
   // num_threads <= 0: DefaultNumThreads(UsableCores()). `cpus`, if not empty,
-  // names the core of each thread; the first is the caller's and is not used
-  // here. Throws std::invalid_argument for a core outside the affinity mask.
-  explicit WorkerPool(int num_threads = 0, std::vector<int> cpus = {});
+  // names the core of each thread, the caller's first. `nodes`, if not empty,
+  // are the cores of each NUMA node: threads are spread over the nodes, and
+  // stay on theirs. Throws std::invalid_argument for a core outside the
+  // affinity mask.
+  explicit WorkerPool(int num_threads = 0, std::vector<int> cpus = {},
+                      std::vector<std::vector<int>> nodes = {});
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
   int num_threads() const { return num_threads_; }
-  const std::vector<int>& cpus() const { return cpus_; }
+  // Nodes that have threads; 1 where none are told apart.
+  int num_nodes() const { return num_nodes_; }
+  int node_of(int worker) const { return node_of_[worker]; }
+  // Binds the calling thread as the worker's; to nothing if that may roam.
+  void Bind(int worker) const;
 
   // Calls fn(worker) on min(max_workers, num_threads) threads at once, the
   // caller being worker 0, and returns when all are back. One job at a time:
@@ -40,7 +48,13 @@ class WorkerPool {
   // Calls fn(i, next) once for each i in [0, count). `next` is the item this
   // thread will probably get after i, or -1. Each thread starts with a run of
   // neighbours and, when it has none left, takes from the ends of others'.
-  void ForEach(int count, const std::function<void(int, int)>& fn);
+  void ForEach(int count, const std::function<void(int, int)>& fn) {
+    ForEach(&count, 1, fn);
+  }
+  // The same over counts[0] + counts[1] + ... items: of these, counts[n] in
+  // turn begin on node n, if there are as many counts as nodes.
+  void ForEach(const int* counts, int num_counts,
+               const std::function<void(int, int)>& fn);
 
   // Armed while the sum of deltas is positive.
   void Arm(int delta) { armed_.fetch_add(delta, std::memory_order_relaxed); }
@@ -71,11 +85,16 @@ class WorkerPool {
     int TakeLast();
   };
 
+  void SpreadOverNodes(std::vector<std::vector<int>> nodes);
+  void Divide(const int* counts, int num_counts, int num_workers);
   void Work(int worker, Helper* self);
   void RunLocked(int num_workers, const std::function<void(int)>& fn);
 
   const int num_threads_;
   const std::vector<int> cpus_;
+  std::vector<std::vector<int>> nodes_;  // those with threads, or empty
+  std::vector<int> node_of_;             // of each thread
+  int num_nodes_ = 1;
   const bool may_spin_;
   std::atomic<int> armed_{0};
   std::mutex run_mutex_;  // held by the job in progress
@@ -85,9 +104,6 @@ class WorkerPool {
   alignas(64) std::atomic<int> pending_{0};
   Signal finished_;
 };
-
-// Binds the calling thread to one core; false if that core is not allowed.
-bool BindThisThread(int cpu);
 
 }  // namespace neojax
 

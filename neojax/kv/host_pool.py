@@ -65,7 +65,9 @@ class HostPool:
         self._geometry = geometry
         self._num_heads = num_heads
         self._scale = scale
-        self._workers = native.WorkerPool(num_threads, cpus=bound_cores(bind))
+        self._workers = native.WorkerPool(
+            num_threads, cpus=bound_cores(bind), nodes=[] if bind == "none" else None
+        )
         try:
             self._cache = native.HostKVCache(
                 geometry.num_layers,
@@ -80,10 +82,11 @@ class HostPool:
             self._workers.close()
             raise ValueError(f"{error}. Try --cpu-kv-gib with less") from None
         log.info(
-            "host KV cache: %.2f GiB touched in %.2f s; %d threads, %s kernels",
+            "host KV cache: %.2f GiB touched in %.2f s; %d threads on %d NUMA nodes, %s kernels",
             self._cache.num_bytes / GIB,
             self._cache.touch_s,
             self._workers.num_threads,
+            self._workers.num_nodes,
             native.isa(isa or ""),
         )
         # Room for the stores of two layers, so that one can leave while the next comes in.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -84,6 +86,40 @@ def test_every_thread_count_gives_the_same_numbers(isa: str, dtype: str):
     for out, lse in results[1:]:
         np.testing.assert_array_equal(out, results[0][0])
         np.testing.assert_array_equal(lse, results[0][1])
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_spread_over_numa_nodes_agrees_with_numpy(data: st.DataObject):
+    core = min(os.sched_getaffinity(0))
+    num_nodes = data.draw(st.integers(1, 8), label="nodes")
+    num_threads = data.draw(st.integers(1, 4), label="threads")
+    pool = native.WorkerPool(num_threads, nodes=[[core]] * num_nodes)
+    assert pool.num_nodes == min(num_nodes, num_threads)
+    lens = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4), label="lens")
+    window = data.draw(st.sampled_from([0, 1, 17, 100, 10**6]), label="window")
+    block_size = data.draw(st.sampled_from([16, 48]), label="block_size")
+    case = make_case(pool, lens, block_size=block_size, num_kv_heads=3, group=2, seed=len(lens))
+    out, lse = attend(case, pool, window=window)
+    expected, expected_lse = case.expected(window=window)
+    assert relative_error(out, expected) <= 2e-6
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    pool.close()
+
+
+def test_threads_are_spread_over_nodes_by_their_cores_and_bad_nodes_are_refused():
+    core = min(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    pool = native.WorkerPool(3, nodes=[[core], [core], [core]])
+    make_case(pool, [50])
+    assert os.sched_getaffinity(0) == before  # the caller touched memory too
+    assert pool.num_nodes == 3
+    assert native.WorkerPool(2, cpus=[core, core], nodes=[[core], [core]]).num_nodes == 1
+    assert native.WorkerPool(2, nodes=[]).num_nodes == 1
+    with pytest.raises(ValueError, match="each must name cores that this process may use"):
+        native.WorkerPool(2, nodes=[[core], [100000]])
+    with pytest.raises(ValueError, match="nodes must be at most 8, got 9"):
+        native.WorkerPool(2, nodes=[[core]] * 9)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

@@ -2,8 +2,13 @@
 // reference, in a cache whose unused slots hold NaN.
 #include "ffi/cpu_paged_attn/attention.h"
 
+#include <sched.h>
+#include <stdlib.h>
+
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -12,6 +17,7 @@
 
 #include "ffi/cpu_paged_attn/isa.h"
 #include "ffi/cpu_paged_attn/tests/check.h"
+#include "ffi/cpu_paged_attn/topology.h"
 
 namespace neojax {
 namespace {
@@ -179,11 +185,11 @@ void TestLongSequencesAreSplit() {
   Plan plan(problem.shape, 4, problem.lens.data(),
             {problem.tables.data(), 3, problem.width}, 0, nullptr,
             {nullptr, 0, 0});
-  CHECK(plan.num_items(1) > 50);
+  CHECK(plan.num_items(0, 1) > 50);
   int next = 0;
-  for (int i = 0; i < plan.num_items(1); ++i) {
-    CHECK(plan.items()[i].begin == next);
-    next = plan.items()[i].end;
+  for (int i = 0; i < plan.num_items(0, 1); ++i) {
+    CHECK(plan.items(0)[i].begin == next);
+    next = plan.items(0)[i].end;
   }
   CHECK(next == 5000);
   CHECK(problem.Error(KernelsFor(""), 0.0f, 0) <= 2e-6);
@@ -246,10 +252,80 @@ void TestRoundingIsToNearestEven() {
   }
 }
 
+void TestNumaNodesAreReadFromSysfs() {
+  CHECK((ParseCores("0-2,5\n") == std::vector<int>{0, 1, 2, 5}));
+  CHECK(ParseCores("").empty());
+  cpu_set_t set;
+  CHECK(sched_getaffinity(0, sizeof set, &set) == 0);
+  int core = 0;
+  while (!CPU_ISSET(core, &set)) ++core;
+
+  char root[] = "/tmp/neojax_sysfs_XXXXXX";
+  CHECK(mkdtemp(root) != nullptr);
+  const std::string nodes = std::string(root) + "/devices/system/node";
+  for (const char* name : {"/node0", "/node1", "/node2"}) {
+    std::filesystem::create_directories(nodes + name);
+  }
+  const std::string usable = std::to_string(core);
+  auto write = [&](const char* name, const std::string& text) {
+    std::ofstream(nodes + name) << text << "\n";
+  };
+  write("/online", "0-2");
+  write("/node0/cpulist", usable);
+  write("/node1/cpulist", "1000-1001");  // not ours
+  write("/node2/cpulist", usable + ",1001");
+  CHECK((NumaNodes(root) == std::vector<std::vector<int>>{{core}, {core}}));
+  write("/node2/cpulist", "");
+  CHECK(NumaNodes(root).empty());  // one node is nothing to tell apart
+  CHECK(NumaNodes(std::string(root) + "/none").empty());
+  std::filesystem::remove_all(root);
+}
+
+void TestEveryItemsBlocksAreOnOneNode() {
+  CacheShape shape{1, 100, 2, 8, 16, Dtype::kFloat32};
+  const int num_nodes = 3;
+  CHECK(FirstBlock(shape, num_nodes, 0) == 0);
+  CHECK(FirstBlock(shape, num_nodes, num_nodes) == shape.num_blocks);
+  for (int node = 0; node < num_nodes; ++node) {
+    const int first = FirstBlock(shape, num_nodes, node);
+    CHECK(NodeOfBlock(shape, num_nodes, first) == node);
+    CHECK(first == 0 || NodeOfBlock(shape, num_nodes, first - 1) == node - 1);
+  }
+  std::vector<int32_t> order(100), lens = {1500, 70, 1};
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::mt19937(1));
+  std::vector<int32_t> tables(3 * 94);
+  std::copy(order.begin(), order.begin() + 94, tables.begin());
+  std::copy(order.begin() + 94, order.begin() + 99, tables.begin() + 94);
+  tables[2 * 94] = order[99];
+  Plan plan(shape, 2, lens.data(), {tables.data(), 3, 94}, 0, nullptr,
+            {nullptr, 0, 0}, num_nodes);
+  std::vector<int> tokens(3), newest(3);
+  for (int node = 0; node < num_nodes; ++node) {
+    CHECK(plan.num_items(node, 0) == 0);
+    CHECK(plan.num_items(node, 3) == static_cast<int>(plan.items(node).size()));
+    for (const Item& item : plan.items(node)) {
+      CHECK(item.begin < item.end);
+      for (int t = item.begin; t < item.end; ++t) {
+        const int block = plan.blocks(item)[t / shape.block_size];
+        CHECK(NodeOfBlock(shape, num_nodes, block) == node);
+      }
+      tokens[item.row] += item.end - item.begin;
+      newest[item.row] += item.is_last;
+    }
+  }
+  for (int row = 0; row < 3; ++row) {
+    CHECK(tokens[row] == lens[row] * shape.num_kv_heads);
+    CHECK(newest[row] == shape.num_kv_heads);
+  }
+}
+
 }  // namespace
 }  // namespace neojax
 
 int main() {
+  neojax::TestNumaNodesAreReadFromSysfs();
+  neojax::TestEveryItemsBlocksAreOnOneNode();
   neojax::TestEveryShapeAgreesWithTheReference();
   neojax::TestManyHeadsOfOneGroupAreTakenInTurns();
   neojax::TestLongSequencesAreSplit();
