@@ -24,9 +24,10 @@ from neojax.models.config import ModelConfig
 from neojax.models.decoder import Decoder, DecoderConfig, load_model_class
 from neojax.runner.runner import Runner, RunnerConfig
 from neojax.runner.shapes import MAX_CHUNKS
+from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.policy import load_policy
 from neojax.scheduler.request import Placement
-from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
+from neojax.scheduler.scheduler import Scheduler
 from neojax.text.eos import eos_token_ids
 
 log = logging.getLogger(__name__)

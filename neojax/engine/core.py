@@ -128,7 +128,7 @@ class EngineCore:
         self._require_idle("policy")
         policy = load_policy(name)
         check_policy(policy.placements, name, self.scheduler)
-        self.scheduler.policy = policy
+        self.scheduler.set_policy(policy)
 
     def set_block_limit(self, limit: int | None) -> None:
         """Change how many device blocks may be in use. Raises RuntimeError unless idle."""

@@ -13,11 +13,12 @@ from collections import deque
 from neojax.plan.lanes import StepTimes, rolling_step_times, step_times
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.costs import CostTables
+from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.plan import Mode, Plan
 from neojax.scheduler.policy import load_policy
 from neojax.scheduler.prediction import Load
 from neojax.scheduler.request import Placement, Request
-from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
+from neojax.scheduler.scheduler import Scheduler
 
 MAX_STEPS_IN_FLIGHT = 2
 

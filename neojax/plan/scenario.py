@@ -12,7 +12,7 @@ from neojax.plan.engine import SimulatedEngine
 from neojax.plan.machine import EFFICIENCY, NEOJAX_KERNEL, Efficiency, HostKernel, Machine
 from neojax.plan.roofline import Roofline
 from neojax.scheduler.costs import CostTables
-from neojax.scheduler.scheduler import SchedulerLimits
+from neojax.scheduler.limits import SchedulerLimits
 
 MAX_NUM_CHUNKS = 8  # as in runner.shapes, which needs jax
 

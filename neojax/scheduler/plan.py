@@ -100,6 +100,15 @@ class Swap:
         return self.placement_to is Placement.HOST
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """A request started, was moved or gave up its blocks, and why."""
+
+    request: Request
+    placement: Placement | None  # where it is now; None: it waits again
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Seconds that a step is predicted to take, in all and by term (terms overlap)."""
@@ -125,6 +134,8 @@ class Plan:
     b1: SubBatch = SubBatch()
     rolling: Rolling = Rolling()
     swaps: tuple[Swap, ...] = ()
+    moves: tuple[Move, ...] = ()  # since the plan before
+    reason: str = ""  # why the policy chose it
     prediction: Prediction | None = None  # None without cost tables
 
     @property

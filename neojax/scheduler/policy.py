@@ -1,4 +1,8 @@
-"""Offload policies: where a request's KV goes, and how host rows are split into sub-batches."""
+"""The interface of offload policies, and how one is named.
+
+A policy decides where a request's KV lives and which of the rows that could run do run. Memory,
+order of arrival and the promise that everybody is served are the scheduler's, under any policy.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,43 @@ import importlib
 from collections.abc import Sequence
 from typing import ClassVar
 
-from neojax.scheduler.plan import Row
-from neojax.scheduler.request import Placement
+from neojax.scheduler.offer import Choice, Offer
+from neojax.scheduler.request import Placement, Request
+from neojax.scheduler.situation import Situation
 
 
 class OffloadPolicy:
-    """One class per policy; `module:Class` names one of a user's own."""
+    """Runs all it is offered. One class per policy; `module:Class` names one of a user's own."""
 
     name: ClassVar[str]
     placements: ClassVar[tuple[Placement, ...]]
     """Where requests may live, the preferred side first."""
     rolls: ClassVar[bool] = False
     """Whether host rows advance by one layer per step, in ROLLING steps."""
+    needs_costs: ClassVar[bool] = False
+    """Whether it cannot work without cost tables."""
+
+    def place(
+        self, request: Request, possible: Sequence[Placement], room: Sequence[Placement],
+        now: Situation,
+    ) -> Placement | None:  # fmt: skip
+        """Where the first waiting request starts; None lets it wait.
+
+        possible: the pools in which it can finish, in the order of `placements`. room: those of
+        them, one at least, that can take it now.
+        """
+        return room[0]
+
+    def choose(self, offer: Offer, now: Situation) -> Choice:
+        """What the step runs beside the device's decodes."""
+        host = offer.host_decodes[: offer.num_tokens]
+        chunks = offer.trimmed(offer.num_tokens - len(host))
+        host0, host1 = self.split(host, bool(offer.device_decodes or chunks))
+        return Choice(chunks, host0, host1, "all that can run")
 
     def split(
-        self, host_decodes: Sequence[Row], has_device_work: bool
-    ) -> tuple[Sequence[Row], Sequence[Row]]:
+        self, host_decodes: Sequence[Request], has_device_work: bool
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
         """Host rows of b0 and of b1; b0 takes some only when it has no device work.
 
         With device work, b0 is that work and b1 all host rows: their attention runs under b0's
@@ -32,38 +57,17 @@ class OffloadPolicy:
         half = (len(host_decodes) + 1) // 2
         return host_decodes[:half], host_decodes[half:]
 
-
-class Auto(OffloadPolicy):
-    """The device while it has blocks, then the host."""
-
-    name = "auto"
-    placements = (Placement.DEVICE, Placement.HOST)
+    def wants_back(self, now: Situation) -> bool:
+        """Whether requests on the host should move to the device where it has room for them."""
+        return False
 
 
-class DeviceOnly(OffloadPolicy):
-    """The host holds no KV; when the device is full, requests wait."""
-
-    name = "device-only"
-    placements = (Placement.DEVICE,)
-
-
-class Full(OffloadPolicy):
-    """Every request's KV on the host: the FastDecode+ baseline of the paper."""
-
-    name = "full"
-    placements = (Placement.HOST,)
-
-
-class RollingLane(OffloadPolicy):
-    """The device while it has blocks, then the host, whose rows ride in the device's batch."""
-
-    name = "rolling"
-    placements = (Placement.DEVICE, Placement.HOST)
-    rolls = True
-
-
-_POLICIES: dict[str, type[OffloadPolicy]] = {
-    p.name: p for p in (Auto, DeviceOnly, Full, RollingLane)
+_POLICIES = {
+    "auto": "neojax.scheduler.auto:Auto",
+    "device-only": "neojax.scheduler.baselines:DeviceOnly",
+    "neo": "neojax.scheduler.neo:Neo",
+    "full": "neojax.scheduler.baselines:Full",
+    "rolling": "neojax.scheduler.baselines:RollingLane",
 }
 
 
@@ -72,9 +76,7 @@ def load_policy(name: str) -> OffloadPolicy:
 
     Raises ValueError when there is none.
     """
-    if name in _POLICIES:
-        return _POLICIES[name]()
-    module, _, cls = name.partition(":")
+    module, _, cls = _POLICIES.get(name, name).partition(":")
     if not cls:
         raise ValueError(
             f"offload_policy {name!r} is not one of {', '.join(_POLICIES)}, nor module:Class"

@@ -62,6 +62,8 @@ class Request:
     num_resident: int = 0  # tokens whose K and V a completed step has left in the blocks
     num_pending: int = 0
     num_preemptions: int = 0
+    served_step: int = 0  # newest step with a row of it; before that, the first that could have one
+    moved_step: int | None = None  # newest step that moved it to the other pool
     finish_reason: str | None = None
     stop_reason: int | None = None
 

@@ -8,55 +8,70 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 
+from neojax.scheduler.admission import Admission, possible_placements, why_never
 from neojax.scheduler.block_pool import BlockPool
-from neojax.scheduler.plan import Mode, Plan, Rolling, Row, SubBatch
+from neojax.scheduler.costs import CostTables
+from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.memory import Memory
+from neojax.scheduler.offer import Chunk, Offer
+from neojax.scheduler.outlook import Outlook
+from neojax.scheduler.plan import Mode, Move, Plan, Prediction, Rolling, Row, SubBatch
 from neojax.scheduler.policy import OffloadPolicy
+from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import START, Placement, Progress, Request, RequestState
-from neojax.scheduler.rolling import Held, RollingGroups
+from neojax.scheduler.rolling import RollingGroups
+from neojax.scheduler.situation import Situation
+from neojax.scheduler.supervision import Supervision
+from neojax.scheduler.swapping import Swapping
+from neojax.scheduler.worth import decode_token_s, device_only_s
 
 log = logging.getLogger(__name__)
 
+STEPS_BETWEEN_LOOKS = 16
+"""The outlook is of the long run: it need not be renewed at every step."""
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What the compiled programs and the pools can take."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_device_blocks: int
-    num_host_blocks: int
-    max_num_chunks: int  # prefill chunks in one step
-    scratch_tokens: int  # prefix and chunk tokens of HOST-placed prefills in one step
-    num_layers: int = 0  # of the model; counts only with ROLLING steps
-    rolling_rows: int = 0  # host rows of a group in ROLLING steps; 0: there are none
+LOOK_SAMPLE = 64
+"""Requests that stand for all in the outlook."""
 
 
 class Scheduler:
-    """Queues, pools and the policy. Not thread-safe: one thread steps and feeds it."""
+    """Queues, pools and the policy. Not thread-safe: one thread steps and feeds it.
 
-    def __init__(self, limits: SchedulerLimits, policy: OffloadPolicy) -> None:
+    costs: what decides the modes and placements of policies that weigh them; without, `auto` uses
+    the host whenever the device is full, and a policy that needs them raises ValueError.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, policy: OffloadPolicy, costs: CostTables | None = None
+    ) -> None:
         self.limits = limits
-        self.policy = policy
-        self.pools = {
-            Placement.DEVICE: BlockPool(limits.num_device_blocks),
-            Placement.HOST: BlockPool(limits.num_host_blocks),
-        }
+        self.predictor = None if costs is None else Predictor(costs)
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []  # by arrival
         self.num_preemptions = 0
         self.num_placed = dict.fromkeys(Placement, 0)
-        self._slots = BlockPool(limits.max_num_seqs)
+        self.num_swapped = dict.fromkeys(Placement, 0)  # by where they went
+        self._memory = Memory(limits)
+        self._swapping = Swapping(limits, self._memory)
+        self._supervision = Supervision(limits)
+        self._outlook = None if self.predictor is None else Outlook(self.predictor, limits)
         self._rolling = RollingGroups(limits.num_layers)
         self.rolling_rows = limits.rolling_rows
         """Most rows of a group; may be lowered to what the host attends to in a step."""
         self._requests: dict[str, Request] = {}
+        self._moves: list[Move] = []  # since the newest plan
         self._step = 0  # newest step given out
         self._completed = 0  # newest step known to have completed
+        self.set_policy(policy)
+
+    @property
+    def pools(self) -> dict[Placement, BlockPool]:
+        """The blocks of both sides."""
+        return self._memory.pools
 
     @property
     def has_requests(self) -> bool:
@@ -68,9 +83,14 @@ class Scheduler:
         """Host rows between two layers, in ROLLING mode."""
         return self._rolling.rows
 
-    def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold the K/V of so many tokens."""
-        return -(-num_tokens // self.limits.block_size)
+    def set_policy(self, policy: OffloadPolicy) -> None:
+        """Change the policy; no request may wait or run. ValueError when it lacks cost tables."""
+        if policy.needs_costs and self.predictor is None:
+            raise ValueError(
+                f"offload_policy {policy.name!r} decides by cost tables and this engine has none; "
+                "choose auto, device-only or full"
+            )
+        self.policy = policy
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError when it could never run, or its id is in use."""
@@ -83,8 +103,8 @@ class Scheduler:
                 f"the prompt has {len(request.prompt_ids)} tokens; max_model_len is "
                 f"{self.limits.max_model_len}, which must also hold one token of output"
             )
-        if not self._placements(request):
-            raise ValueError(self._why_never(request))
+        if not possible_placements(request, self.policy, self._memory):
+            raise ValueError(why_never(request, self.policy, self._memory, self.limits))
         self._requests[request.request_id] = request
         bisect.insort(self.waiting, request, key=lambda r: r.arrival)
 
@@ -97,26 +117,53 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run until a step in flight completes."""
-        budget = self.limits.max_num_batched_tokens
-        decodes = self._schedule_decodes(budget)
-        budget -= len(decodes)
-        entering = self._schedule_entering()
-        chunks = self._schedule_chunks(budget)
-        if entering or self._rolling:
-            return self._rolling_plan(chunks, decodes, entering)
-        if not (decodes or chunks):
+        step = self._step + 1
+        now = self._look(step)
+        swaps = self._swapping.schedule(step, self.running, self.policy, now)
+        for swap in swaps:
+            self.num_swapped[swap.placement_to] += 1
+            reason = "the device is full" if swap.is_out else "the device has room"
+            self._moves.append(Move(swap.request, swap.placement_to, reason))
+        moving = {swap.request for swap in swaps}
+        decodes = [r for r in self.running if r not in moving and r.is_decoding and r.wants_more]
+        device = self._grown([r for r in decodes if r.placement is Placement.DEVICE])
+        offer = self._offer(device, decodes, now)
+        choice = self._supervision.checked(step, offer, self.policy, now)
+        host = set(self._grown([*choice.host0, *choice.host1]))
+        host0, host1 = ([r for r in rows if r in host] for rows in (choice.host0, choice.host1))
+        if host1 and not (host0 or device or choice.chunks):
+            host0, host1 = host1, host0  # rows of b0 could not grow
+        entering = self._entering(now)
+        started = self._started(choice.chunks)
+        device = [r for r in device if r.placement is Placement.DEVICE]  # not preempted since
+        rolls = bool(entering or self._rolling)
+        if not (device or host0 or host1 or started or swaps or rolls):
             return None
-        self._step += 1
-        device = tuple(row for row in decodes if row.placement is Placement.DEVICE)
-        host = [row for row in decodes if row.placement is Placement.HOST]
-        needs_host = bool(host) or any(row.placement is Placement.HOST for row in chunks)
-        host0, host1 = self._split(host, has_device_work=bool(device or chunks))
-        plan = Plan(
-            step=self._step,
-            mode=Mode.PIPELINED if needs_host else Mode.DEVICE_ONLY,
-            b0=SubBatch(tuple(chunks), device, tuple(host0)),
-            b1=SubBatch(host_decodes=tuple(host1)),
+        self._step = step
+        b0 = SubBatch(
+            tuple(self._row(c.request, c.num_tokens) for c in started),
+            tuple(self._row(r, 1) for r in device),
+            tuple(self._row(r, 1) for r in host0),
         )
+        b1 = SubBatch(host_decodes=tuple(self._row(r, 1) for r in host1))
+        if rolls:
+            mode = Mode.ROLLING
+        else:
+            mode = Mode.PIPELINED if b1 or b0.host_decodes or b0.host_chunks else Mode.DEVICE_ONLY
+        plan = Plan(
+            step=step,
+            mode=mode,
+            b0=b0,
+            b1=b1,
+            rolling=self._roll(entering) if rolls else Rolling(),
+            swaps=tuple(swaps),
+            moves=tuple(self._moves),
+            reason=choice.reason,
+        )
+        self._moves = []
+        # There are no tables of ROLLING steps, and no choice that would need them.
+        if self.predictor is not None and mode is not Mode.ROLLING:
+            plan = dataclasses.replace(plan, prediction=self._prediction(plan, self.predictor))
         self._advance(plan)
         return plan
 
@@ -148,22 +195,22 @@ class Scheduler:
     def release(self, step: int) -> None:
         """Every step up to `step` has completed: what they held is free."""
         self._completed = max(self._completed, step)
-        for pool in (*self.pools.values(), self._slots):
-            pool.release(step)
+        self._memory.release(step)
 
     def rollback(self) -> None:
         """Forget all steps in flight and the device pool's contents; nothing may be running.
 
-        DEVICE requests are recomputed from their tokens. HOST requests keep their blocks: a
-        decode resumes at its last read token (appending is idempotent), a prefill starts anew.
+        DEVICE requests are recomputed from their tokens, and so are those whose move to the host
+        was in flight. HOST requests keep their blocks: a decode resumes at its last read token
+        (appending is idempotent), a prefill starts anew.
         """
         for held in self._rolling.clear():
-            self.pools[held.placement].retire(held.blocks, self._step)
-            self._slots.retire([held.slot], self._step)
+            self._memory.retire(held, self._step)
         for request in list(self.running):
             request.num_pending = 0
-            if request.placement is Placement.DEVICE:
-                self._preempt(request)
+            was_moving = request.moved_step is not None and request.moved_step > self._completed
+            if request.placement is Placement.DEVICE or was_moving:
+                self._preempt(request, "a step failed")
             else:
                 known = len(request.prompt_ids) + len(request.output_ids)
                 done = bool(request.output_ids) and request.num_resident >= known - 1
@@ -174,197 +221,49 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Invariants of the pools and queues; cheap enough for every idle moment and test."""
-        for placement, pool in self.pools.items():
-            pool.check_integrity(
-                [
-                    b
-                    for owner in (*self.running, *self._rolling.held)
-                    if owner.placement is placement
-                    for b in owner.blocks
-                ]
-            )
-        owners = (*self.running, *self._rolling.held)
-        self._slots.check_integrity([owner.slot for owner in owners if owner.slot is not None])
+        self._memory.check_integrity([*self.running, *self._rolling.held])
         assert len(self._requests) == len(self.running) + len(self.waiting)
 
-    def _split(
-        self, host: Sequence[Row], has_device_work: bool
-    ) -> tuple[Sequence[Row], Sequence[Row]]:
-        """The policy's split of the host rows, or the rule's where the policy's cannot run."""
-        host0, host1 = self.policy.split(host, has_device_work)
-        is_partition = sorted(map(id, (*host0, *host1))) == sorted(map(id, host))
-        # No compiled program has device tokens beside host rows, nor an empty b0.
-        if is_partition and not (host0 and has_device_work) and (host0 or has_device_work):
-            return host0, host1
-        if host:
-            log.warning(
-                "policy %s split %d host rows as no program can run; the usual split is taken",
-                self.policy.name,
-                len(host),
+    def _look(self, step: int) -> Situation:
+        on_host = sum(r.placement is Placement.HOST for r in self.running)
+        if self._outlook is not None and step % STEPS_BETWEEN_LOOKS == 1:
+            everybody = itertools.chain(self.running, self.waiting)
+            self._outlook.look(
+                itertools.islice(everybody, LOOK_SAMPLE),
+                len(self._requests),
+                self.pools[Placement.DEVICE].limit,
             )
-        return OffloadPolicy.split(self.policy, host, has_device_work)
+        return Situation(
+            limits=self.limits,
+            num_device=len(self.running) - on_host,
+            num_host=on_host,
+            num_waiting=len(self.waiting),
+            predictor=self.predictor,
+            outlook=self._outlook,
+            rolling_rows=self.rolling_rows if self.policy.rolls else 0,
+        )
 
-    def _schedule_decodes(self, budget: int) -> list[Row]:
-        rows: list[Row] = []
-        rolls = self.policy.rolls and self.limits.rolling_rows > 0
-        # A copy: growing one request may preempt younger ones, which are behind it in the list.
-        for request in list(self.running):
-            if len(rows) >= budget:
-                break
-            if rolls and request.placement is Placement.HOST:
-                continue
-            if request.state is not RequestState.RUNNING or not request.is_decoding:
-                continue
-            if request.wants_more and self._grow(request):
-                rows.append(self._row(request, 1))
-        return rows
+    def _offer(self, device: list[Request], decodes: list[Request], now: Situation) -> Offer:
+        budget = self.limits.max_num_batched_tokens - len(device)
+        host: list[Request] = []
+        if Placement.HOST in self.policy.placements and not now.rolling_rows:
+            on_host = [r for r in decodes if r.placement is Placement.HOST]
+            host = sorted(on_host, key=lambda r: r.served_step)  # stable: then by arrival
+        admission = Admission(self.policy, self._memory, now, self.running)
+        chunks = admission.chunks(itertools.chain(self.running, self.waiting), budget)
+        return Offer(tuple(device), tuple(host), tuple(chunks), budget, self.limits.block_size)
 
-    def _schedule_entering(self) -> list[Row]:
-        """Host rows of the group that a ROLLING step takes in, the oldest first.
+    def _grown(self, requests: Sequence[Request]) -> list[Request]:
+        """Those that have, or now get, a place for their next token.
 
-        A row enters only when its token has been read: one that turned out to have stopped would
-        hold its blocks for as many steps as there are layers.
+        The youngest of the same pool is preempted if need be, whether it is among them or not.
         """
-        rows: list[Row] = []
-        if not self.policy.rolls:
-            return rows
-        for request in list(self.running):
-            if len(rows) >= self.rolling_rows:
-                break
-            if (
-                request.placement is Placement.HOST
-                and request.state is RequestState.RUNNING
-                and request.is_decoding
-                and not request.num_pending
-                and self._grow(request)
-            ):
-                rows.append(dataclasses.replace(self._row(request, 1), samples=False))
-        return rows
-
-    def _rolling_plan(
-        self, chunks: Sequence[Row], decodes: Sequence[Row], entering: Sequence[Row]
-    ) -> Plan:
-        self._step += 1
-        leaving = self._rolling.advance(entering)
-        for held in self._rolling.release(leaving):
-            self.pools[held.placement].retire(held.blocks, self._step)
-            self._slots.retire([held.slot], self._step)
-        for row in entering:
-            # All its K and V are spoken for; it cannot be scheduled again before it samples.
-            row.request.progress = Progress(row.stop, 1)
-        plan = Plan(
-            step=self._step,
-            mode=Mode.ROLLING,
-            b0=SubBatch(tuple(chunks), tuple(decodes)),
-            rolling=Rolling(tuple(entering), leaving),
-        )
-        self._advance(plan)
-        return plan
-
-    def _advance(self, plan: Plan) -> None:
-        """Requests go on as if the step had run."""
-        for row in plan.rows:
-            if row.epoch == row.request.num_preemptions:
-                row.request.progress = Progress(row.stop, 0)
-            row.request.num_pending += row.samples
-
-    def _schedule_chunks(self, budget: int) -> list[Row]:
-        rows: list[Row] = []
-        scratch = self.limits.scratch_tokens
-        blocked: set[Placement] = set()
-        for request in [*self.running, *self.waiting]:
-            if budget <= 0 or len(rows) >= self.limits.max_num_chunks:
-                break
-            is_new = request.state is RequestState.WAITING
-            if not is_new and (request.is_decoding or request.num_remaining == 0):
-                continue
-            placement = self._admissible(request, blocked) if is_new else request.placement
-            if placement is None:
-                if len(blocked) == len(self.pools):
-                    break
-                continue
-            n = min(request.num_remaining, budget)
-            if placement is Placement.HOST:
-                n = self._host_chunk(request, n, scratch, is_first=not rows)
-                if n == 0:
-                    blocked.add(Placement.HOST)  # those behind it wait their turn
-                    continue
-                scratch -= self._rounded(request.progress.token + n)
-            if is_new:
-                self._start(request, placement)
-            rows.append(self._row(request, n))
-            budget -= n
-        return rows
-
-    def _host_chunk(self, request: Request, n: int, scratch: int, is_first: bool) -> int:
-        """Tokens of a HOST-placed prefill chunk that this step can take; 0 for none.
-
-        A chunk that is not the last ends on a block boundary, so that the arena never holds a
-        block that two steps write. A later chunk must fetch its prefix from the arena, so a
-        prompt is split only when it leads the step's chunks: waiting would not help it.
-        """
-        start = request.progress.token
-        if n < request.num_remaining:
-            if not is_first:
-                return 0
-            n = (start + n) // self.limits.block_size * self.limits.block_size - start
-        return n if n > 0 and self._rounded(start + n) <= scratch else 0
-
-    def _rounded(self, num_tokens: int) -> int:
-        """Whole blocks: a chunk and its prefix start a block of their own in the scratch pool."""
-        return self.num_blocks(num_tokens) * self.limits.block_size
-
-    def _admissible(self, request: Request, blocked: set[Placement]) -> Placement | None:
-        """Where a waiting request can start now. Marks pools that it waits for as blocked."""
-        if request.num_pending or not self._slots.num_free:
-            blocked.update(self.pools)
-            return None
-        need = self.num_blocks(request.num_tokens)
-        for placement in self._placements(request):
-            if placement in blocked:
-                continue
-            # Each running request is about to grow: without a block in hand for each of them,
-            # the newcomer would soon be preempted again.
-            headroom = sum(r.placement is placement for r in self.running)
-            if (
-                self.policy.rolls
-                and placement is Placement.HOST
-                and headroom >= (self.limits.num_layers + 1) * self.rolling_rows
-            ):
-                continue
-            if need + headroom <= self.pools[placement].num_free:
-                return placement
-        blocked.update(self._placements(request))
-        return None
-
-    def _placements(self, request: Request) -> tuple[Placement, ...]:
-        """Pools in which the request can finish, the policy's preferred one first."""
-        wanted = request.params.kv_placement
-        # The last token's K/V is never needed.
-        worst = self.num_blocks(len(request.prompt_ids) + request.max_tokens - 1)
-        return tuple(
-            p
-            for p in self.policy.placements
-            if wanted in ("auto", p.value) and worst <= self.pools[p].limit
-        )
-
-    def _why_never(self, request: Request) -> str:
-        wanted = request.params.kv_placement
-        if wanted not in ("auto", *(p.value for p in self.policy.placements)):
-            return f"kv_placement {wanted!r} is not possible under policy {self.policy.name!r}"
-        tokens = len(request.prompt_ids) + request.max_tokens - 1
-        room = ", ".join(
-            f"the {p} pool holds {self.pools[p].limit * self.limits.block_size}"
-            for p in self.policy.placements
-        )
-        return (
-            f"prompt ({len(request.prompt_ids)}) plus max_tokens ({request.max_tokens}) needs KV "
-            f"for {tokens} tokens; {room}. Lower max_tokens, or start with a larger --cpu-kv-gib"
-        )
+        limit = self.limits.max_num_batched_tokens
+        grown = [r for r in requests[:limit] if r.state is RequestState.RUNNING and self._grow(r)]
+        return [r for r in grown if r.state is RequestState.RUNNING]
 
     def _grow(self, request: Request) -> bool:
-        """Make room for the next token, preempting the youngest of the same pool if need be."""
-        if self.num_blocks(request.num_tokens) <= len(request.blocks):
+        if not self._memory.lacks(request):
             return True
         assert request.placement is not None
         pool = self.pools[request.placement]
@@ -376,55 +275,83 @@ class Scheduler:
                 if r.placement is request.placement and not r.progress.layer
             )
             if (victim := next(victims, None)) is not None:
-                self._preempt(victim)
+                self._preempt(victim, f"the {request.placement} pool is full")
         if not pool.num_free or request.state is not RequestState.RUNNING:
             return False
         request.blocks.extend(pool.allocate(1))
         return True
 
+    def _started(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks that still can run, after what growth has taken; new requests start."""
+        kept: list[Chunk] = []
+        for chunk in chunks:
+            request = chunk.request
+            if chunk.is_new:
+                room = self.pools[chunk.placement].num_free
+                if not self._memory.slots.num_free or self._memory.lacks(request) > room:
+                    break
+                self._start(request, chunk.placement)
+            elif request.state is not RequestState.RUNNING:
+                continue
+            kept.append(chunk)
+        return kept
+
     def _start(self, request: Request, placement: Placement) -> None:
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=lambda r: r.arrival)
         request.state = RequestState.RUNNING
-        request.placement = placement
-        request.slot = self._slots.allocate(1)[0]
-        # The whole prompt's blocks at once: a prefill that has begun never waits for memory.
-        request.blocks = self.pools[placement].allocate(self.num_blocks(request.num_tokens))
+        self._memory.start(request, placement)
         if request.num_preemptions == 0:
             self.num_placed[placement] += 1
+        self._moves.append(Move(request, placement, "starts"))
 
-    def _preempt(self, request: Request) -> None:
-        """Give up the request's blocks; it will be recomputed from its tokens."""
-        self._vacate(request)
-        request.state = RequestState.WAITING
-        request.placement = None
-        request.progress = START
-        request.num_resident = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        bisect.insort(self.waiting, request, key=lambda r: r.arrival)
+    def _entering(self, now: Situation) -> list[Row]:
+        """Host rows of the group that a ROLLING step takes in, the oldest first.
 
-    def _finish(self, request: Request, reason: str) -> None:
-        if request.state is RequestState.RUNNING:
-            self._vacate(request)
-        else:
-            self.waiting.remove(request)
-        request.state = RequestState.FINISHED
-        request.finish_reason = reason
-        del self._requests[request.request_id]
+        A row enters only when its token has been read: one that turned out to have stopped would
+        hold its blocks for as many steps as there are layers.
+        """
+        if not now.rolling_rows:
+            return []
+        ready = [
+            r
+            for r in self.running
+            if r.placement is Placement.HOST and r.is_decoding and not r.num_pending
+        ]
+        grown = self._grown(ready[: now.rolling_rows])
+        return [dataclasses.replace(self._row(r, 1), samples=False) for r in grown]
 
-    def _vacate(self, request: Request) -> None:
-        self.running.remove(request)
-        assert request.placement is not None
-        assert request.slot is not None
-        if request.progress.layer:
-            self._rolling.hold(Held(request, request.placement, request.blocks, request.slot))
-        else:
-            self.pools[request.placement].retire(request.blocks, self._step)
-            self._slots.retire([request.slot], self._step)
-            self.release(self._completed)
-        request.blocks = []
-        request.slot = None
+    def _roll(self, entering: Sequence[Row]) -> Rolling:
+        """The groups go on by a layer."""
+        leaving = self._rolling.advance(entering)
+        for held in self._rolling.release(leaving):
+            self._memory.retire(held, self._step)
+        for row in entering:
+            # All its K and V are spoken for; it cannot be scheduled again before it samples.
+            row.request.progress = Progress(row.stop, 1)
+        return Rolling(tuple(entering), leaving)
+
+    def _advance(self, plan: Plan) -> None:
+        """Requests go on as if the step had run."""
+        for row in plan.rows:
+            if row.epoch == row.request.num_preemptions:
+                row.request.progress = Progress(row.stop, 0)
+            row.request.num_pending += row.samples
+            row.request.served_step = plan.step
+
+    def _prediction(self, plan: Plan, predictor: Predictor) -> Prediction:
+        """The plan's times, and what the device alone would take where host rows have a part."""
+        num_host = len(plan.b0.host_decodes) + len(plan.b1.host_decodes)
+        if not num_host:
+            return predictor.predict(plan)
+        assert self._outlook is not None
+        b0, b1 = Load.of(plan.b0), Load.of(plan.b1)
+        context = b0.decode_context + b0.host_context + b1.host_context
+        token_s = decode_token_s(
+            predictor, b0.num_decodes, context / (b0.num_decodes + num_host),
+            self._outlook.num_device_rows,
+        )  # fmt: skip
+        return predictor.predict(plan, device_only_s(predictor, b0, num_host, token_s))
 
     def _row(self, request: Request, n: int) -> Row:
         assert request.slot is not None
@@ -438,5 +365,36 @@ class Scheduler:
             slot=request.slot,
             placement=request.placement,
             epoch=request.num_preemptions,
-            blocks=tuple(request.blocks[: self.num_blocks(stop)]),
+            blocks=tuple(request.blocks[: self._memory.num_blocks(stop)]),
         )
+
+    def _preempt(self, request: Request, reason: str) -> None:
+        """Give up the request's blocks; it will be recomputed from its tokens."""
+        self._vacate(request)
+        request.state = RequestState.WAITING
+        request.placement = None
+        request.progress = START
+        request.num_resident = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._moves.append(Move(request, None, reason))
+        bisect.insort(self.waiting, request, key=lambda r: r.arrival)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if request.state is RequestState.RUNNING:
+            self._vacate(request)
+        else:
+            self.waiting.remove(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        if self._outlook is not None and reason in ("stop", "length"):
+            self._outlook.finished(request)
+        del self._requests[request.request_id]
+
+    def _vacate(self, request: Request) -> None:
+        self.running.remove(request)
+        held = self._memory.vacate(request)
+        if request.progress.layer:
+            self._rolling.hold(held)
+        else:
+            self._memory.retire(held, self._step)

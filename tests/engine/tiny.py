@@ -21,8 +21,9 @@ from neojax.models.rope_scaling import DynamicRopeScaling, Llama3RopeScaling
 from neojax.runner.runner import Runner, RunnerConfig
 from neojax.runner.shapes import MAX_CHUNKS
 from neojax.sampling_params import SamplingParams
+from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.policy import load_policy
-from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
+from neojax.scheduler.scheduler import Scheduler
 from tests.models.attention import causal_attend
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)

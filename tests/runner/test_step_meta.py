@@ -10,9 +10,10 @@ from neojax.ops.attention import TILE
 from neojax.runner.shapes import MAX_CHUNKS, Buckets
 from neojax.runner.step_meta import MetaLayout
 from neojax.sampling_params import SamplingParams
-from neojax.scheduler.policy import Auto
+from neojax.scheduler.auto import Auto
+from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.request import Placement, Request
-from neojax.scheduler.scheduler import Scheduler, SchedulerLimits
+from neojax.scheduler.scheduler import Scheduler
 
 BLOCK = 16
 LIMITS = SchedulerLimits(

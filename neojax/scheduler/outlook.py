@@ -1,0 +1,145 @@
+"""Whether the host would help the present mix of requests in the long run, and how many.
+
+A plan's choice is of one step; where a request's KV goes binds hundreds of steps. So the steady
+state is weighed: the device full of decodes, a number of host rows beside them, and each step
+(or each second, fourth, ... one) the prefill tokens that replace the requests which finish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from neojax.scheduler.balance import best_split
+from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.plan import Mode
+from neojax.scheduler.prediction import Load, Predictor
+from neojax.scheduler.request import Request
+
+MIN_GAIN = 1.05
+"""The host must be worth so much more than the device alone, or requests wait for the device:
+predictions have errors, and a request on the host is slower than its neighbours."""
+
+WEIGHT = 1 / 32
+"""Share of the newest finished request in the mean output."""
+
+SHARES = (1.0, 0.5, 0.25, 0.125)
+"""Shares of the steps in which the host rows run, with all of the prefill tokens."""
+
+
+class Regime(NamedTuple):
+    """A steady state, in tokens per second of the decodes of all requests."""
+
+    rate: float
+    num_host_rows: int
+    chunk_tokens: int  # prefill tokens of each step in which host rows run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mix:
+    """The mean request."""
+
+    prompt_tokens: float
+    output_tokens: float
+
+    @property
+    def context(self) -> float:
+        """Mean length while it decodes."""
+        return self.prompt_tokens + self.output_tokens / 2
+
+
+class Outlook:
+    """The best steady state known, renewed by `look`."""
+
+    def __init__(self, predictor: Predictor, limits: SchedulerLimits) -> None:
+        self._predictor = predictor
+        self._limits = limits
+        self._mean_output: float | None = None  # of finished requests
+        self.num_device_rows = 1
+        """Decodes that the device pool holds."""
+        self.num_host_rows = 0
+        """Host rows of the best steady state; 0 where the device alone is as good."""
+        self.chunk_tokens = 0
+        """Prefill tokens of its steps with host rows."""
+        self.gain = 1.0
+        """Its rate over that of the device alone."""
+
+    def finished(self, request: Request) -> None:
+        """Learn how long outputs are."""
+        n = len(request.output_ids)
+        mean = n if self._mean_output is None else self._mean_output
+        self._mean_output = mean + WEIGHT * (n - mean)
+
+    def look(self, requests: Iterable[Request], num_requests: int, num_device_blocks: int) -> None:
+        """Weigh the steady states of these requests, a sample of num_requests that want service."""
+        mix = self._mix(list(requests))
+        if mix is None:
+            return
+        limits = self._limits
+        size = -(-mix.context // limits.block_size) + 1  # and a block to grow into
+        most = min(limits.max_num_seqs, num_requests)
+        self.num_device_rows = min(most, int(num_device_blocks // size))
+        num_host = min(most - self.num_device_rows, int(limits.num_host_blocks // size))
+        # Beyond so many rows prefill is the bound, and more of them would wait for it.
+        prefill_bound = int(limits.max_num_batched_tokens * mix.output_tokens / mix.prompt_tokens)
+        num_host = min(num_host, prefill_bound - self.num_device_rows)
+        alone = self._alone(mix)
+        best = Regime(MIN_GAIN * alone, 0, 0)
+        for host_rows in _steps(num_host):
+            best = max(best, *(self._regime(mix, host_rows, share) for share in SHARES))
+        self.num_host_rows, self.chunk_tokens = best.num_host_rows, best.chunk_tokens
+        self.gain = best.rate / alone if best.num_host_rows and alone else 1.0
+
+    def _mix(self, requests: list[Request]) -> Mix | None:
+        if not requests:
+            return None
+        mean_output = self._mean_output
+        if mean_output is None:
+            mean_output = sum(r.max_tokens for r in requests) / len(requests)
+        return Mix(sum(len(r.prompt_ids) for r in requests) / len(requests), max(1.0, mean_output))
+
+    def _alone(self, mix: Mix) -> float:
+        """Rate of the device alone; its prefill chunks are as long as a step takes them."""
+        rows = self.num_device_rows
+        if not rows:
+            return 0.0
+        decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
+        prefill = rows * mix.prompt_tokens / mix.output_tokens  # tokens per step
+        chunk = max(1, min(int(mix.prompt_tokens), self._limits.max_num_batched_tokens - rows))
+        share = prefill / chunk
+        seconds = self._predictor.seconds
+        without = seconds(Mode.DEVICE_ONLY, decodes)
+        chunks = ((chunk, int(mix.prompt_tokens)),)
+        with_chunk = seconds(Mode.DEVICE_ONLY, decodes._replace(chunks=chunks))
+        return rows / (without + share * (with_chunk - without))
+
+    def _regime(self, mix: Mix, host_rows: int, share: float) -> Regime:
+        """Host rows and prefill in a share of the steps, the device's decodes alone in the rest."""
+        rows, limits = self.num_device_rows, self._limits
+        useful = rows + share * host_rows
+        prefill = int(useful * mix.prompt_tokens / mix.output_tokens / share)
+        if prefill + rows + host_rows > limits.max_num_batched_tokens:
+            return Regime(0.0, 0, 0)
+        # One chunk stands for those of several prompts: attention as over whole prompts.
+        count = max(1, round(prefill / mix.prompt_tokens))
+        chunks = ((prefill // count, int(mix.prompt_tokens)),) * count if prefill else ()
+        on_host = host_rows * share / useful
+        is_split = prefill < mix.prompt_tokens
+        device = Load(
+            chunks, rows, int(rows * mix.context),
+            store_tokens=int(on_host * prefill),
+            fetch_tokens=int(on_host * mix.prompt_tokens / 2) if is_split else 0,
+        )  # fmt: skip
+        contexts = [int(k * mix.context) for k in range(host_rows + 1)]
+        with_host, _ = best_split(self._predictor, device, contexts, can_mix=limits.can_mix)
+        decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
+        without = self._predictor.seconds(Mode.DEVICE_ONLY, decodes) if rows else 0.0
+        return Regime(useful / (share * with_host + (1 - share) * without), host_rows, prefill)
+
+
+def _steps(most: int) -> list[int]:
+    """Powers of two and halves between them, up to `most`."""
+    grid = itertools.chain.from_iterable((2**i, 3 * 2**i // 2) for i in range(20))
+    return sorted({min(n, most) for n in grid if n <= 2 * most and most > 0})

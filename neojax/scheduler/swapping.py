@@ -1,0 +1,101 @@
+"""Which requests move between the pools: out when the device overflows, in when it has room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from neojax.scheduler.admission import possible_placements
+from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.memory import Memory
+from neojax.scheduler.plan import Swap
+from neojax.scheduler.policy import OffloadPolicy
+from neojax.scheduler.request import Placement, Request
+from neojax.scheduler.situation import Situation
+
+MIN_STEPS_BETWEEN_MOVES = 64
+"""A request stays where it has moved for so many steps: no ping-pong at the thresholds."""
+
+
+class Swapping:
+    """Moves of whole requests. Only decodes move: a prefill's blocks are being written."""
+
+    def __init__(self, limits: SchedulerLimits, memory: Memory) -> None:
+        self._limits = limits
+        self._memory = memory
+
+    def schedule(
+        self, step: int, running: Sequence[Request], policy: OffloadPolicy, now: Situation
+    ) -> list[Swap]:
+        """Moves of `step`: out of a device pool that this step would overflow, else one in."""
+        if not self._limits.can_swap:
+            return []
+        movable = [r for r in running if r.is_decoding and self._may_move(r, step)]
+        swaps = self._out(step, running, movable, policy)
+        if not swaps and policy.wants_back(now):
+            swaps = self._in(step, running, movable, policy)
+        return swaps
+
+    def _out(
+        self, step: int, running: Sequence[Request], movable: Sequence[Request],
+        policy: OffloadPolicy,
+    ) -> list[Swap]:  # fmt: skip
+        """The youngest first, as long as the device's decodes lack blocks to grow into."""
+        device, host = (self._memory.pools[p] for p in (Placement.DEVICE, Placement.HOST))
+        on_device = [r for r in running if r.placement is Placement.DEVICE]
+        grown = sum(self._memory.lacks(r) for r in on_device if r.is_decoding)
+        held = device.num_used - device.num_retired
+        excess = held + grown - self._limits.swap_out_threshold * device.limit
+        on_host = sum(r.placement is Placement.HOST for r in running)
+        swaps: list[Swap] = []
+        for victim in reversed(movable):
+            if excess <= 0 or victim is on_device[0]:
+                break  # the oldest stays: somebody must get on
+            if victim.placement is not Placement.DEVICE or not self._suits_host(victim, policy):
+                continue
+            if self._memory.num_blocks(victim.num_tokens) + on_host > host.num_free:
+                break
+            on_host += 1
+            excess -= len(victim.blocks) + self._memory.lacks(victim)
+            swaps.append(self._move(victim, Placement.HOST, step))
+        return swaps
+
+    def _in(
+        self, step: int, running: Sequence[Request], movable: Sequence[Request],
+        policy: OffloadPolicy,
+    ) -> list[Swap]:  # fmt: skip
+        """The oldest on the host, one at a time: its copies must hide under the step."""
+        oldest = next((r for r in movable if r.placement is Placement.HOST), None)
+        if oldest is None or Placement.DEVICE not in possible_placements(
+            oldest, policy, self._memory
+        ):
+            return []
+        device = self._memory.pools[Placement.DEVICE]
+        on_device = sum(r.placement is Placement.DEVICE for r in running)
+        need = self._memory.num_blocks(oldest.num_tokens) + on_device
+        # With nobody there the threshold would only keep a long request out for ever.
+        share = self._limits.swap_in_threshold if on_device else 1.0
+        room = int(share * device.limit) - device.num_used
+        if need > min(room, device.num_free):
+            return []
+        return [self._move(oldest, Placement.DEVICE, step)]
+
+    def _suits_host(self, request: Request, policy: OffloadPolicy) -> bool:
+        """Whether it may be on the host: to run there, or until there is room on the device."""
+        if request.params.kv_placement == Placement.DEVICE.value:
+            return False
+        if Placement.HOST in policy.placements:
+            return Placement.HOST in possible_placements(request, policy, self._memory)
+        return True
+
+    def _may_move(self, request: Request, step: int) -> bool:
+        moved = request.moved_step
+        return request.wants_more and (moved is None or step - moved >= MIN_STEPS_BETWEEN_MOVES)
+
+    def _move(self, request: Request, placement: Placement, step: int) -> Swap:
+        source = tuple(request.blocks)
+        self._memory.move(request, placement, step)
+        request.moved_step = step
+        target = tuple(request.blocks)
+        tokens = request.progress.token
+        filled = self._memory.num_blocks(tokens)
+        return Swap(request, placement, tokens, source[:filled], target[:filled])
