@@ -78,7 +78,7 @@ class SimulatedEngine:
     def __init__(self, limits: SchedulerLimits, policy: str, tables: CostTables) -> None:
         self.clock = VirtualClock()
         self.tables = tables
-        self.scheduler = Scheduler(limits, load_policy(policy))
+        self.scheduler = Scheduler(limits, load_policy(policy), tables)
         self._arrivals = itertools.count()
         self._in_flight: deque[tuple[Plan, float]] = deque()
         self._device_free_s = 0.0
@@ -114,7 +114,7 @@ class SimulatedEngine:
     def set_policy(self, name: str) -> None:
         """Change the policy while idle."""
         assert not self.has_work
-        self.scheduler.policy = load_policy(name)
+        self.scheduler.set_policy(load_policy(name))
 
     def set_block_limit(self, limit: int | None) -> None:
         """Change how many device blocks may be in use, while idle."""
