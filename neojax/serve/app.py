@@ -48,6 +48,8 @@ _NOT_SERVED = {
     "/v1/rerank": "it generates text only",
     "/v1/score": "it generates text only",
 }
+# What describes a field, whatever its type.
+_SHOWN = ("title", "description", "default")
 _REF = "#/components/schemas/{model}"
 
 
@@ -154,12 +156,24 @@ def _with_schemas(openapi: dict[str, Any], schemas: Sequence[type[BaseModel]]) -
     _, definitions = models_json_schema(
         [(schema, "validation") for schema in schemas], ref_template=_REF
     )
+    for schema in schemas:
+        definition = definitions["$defs"][schema.__name__]
+        for name in definition["properties"].keys() - set(definition.get("required", ())):
+            definition["properties"][name] = _or_null(definition["properties"][name])
     # The framework's own validation, which no route uses, is left out.
     openapi["components"] = {"schemas": definitions["$defs"]}
     for operations in openapi["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)
     return openapi
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that may also be null, which means the default."""
+    members = field.get("anyOf", [{k: v for k, v in field.items() if k not in _SHOWN}])
+    if {"type": "null"} not in members:
+        members = [*members, {"type": "null"}]
+    return {"anyOf": members, **{k: v for k, v in field.items() if k in _SHOWN}}
 
 
 def _generate(

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.running_server import RunningServer, is_running, wait_for
+from tests.serve.running_server import RunningServer, is_running, sent, wait_for
 
 # Fewer shapes to compile than by default; the first run on a machine compiles them all.
 CONTEXT = 256
@@ -177,6 +177,60 @@ def test_a_client_that_leaves_frees_the_pools(server: RunningServer):
         assert not is_idle(server)
         stream.close()
     wait_for(lambda: is_idle(server), "the pools are not empty", 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_hang_up_in_any_state_free_every_block(server: RunningServer, stream: bool):
+    before = server.metric("request_success_total", finished_reason="abort")
+    body = {"prompt": [5] * 60, "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    sockets = [sent(server, body) for _ in range(64)]
+    wait_for(lambda: server.metric("num_requests_waiting") > 30, "nothing queues")
+    for sock in sockets:
+        sock.close()
+    wait_for(lambda: is_idle(server), "requests or blocks are left", 3)
+    assert server.metric("num_requests_waiting") == 0
+    after = server.metric("request_success_total", finished_reason="abort")
+    assert after - before > 50  # the others had finished
+
+
+def test_huge_outputs_in_parallel_end_by_length_and_starve_nobody(server: RunningServer):
+    def ask(length: int, max_tokens: int) -> tuple[int, str]:
+        reply = server.complete([9] * length, max_tokens=max_tokens, ignore_eos=True).json()
+        return reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]
+
+    room = 20
+    with ThreadPoolExecutor(9) as pool:
+        long = [pool.submit(ask, CONTEXT - room, 10_000) for _ in range(8)]
+        assert pool.submit(ask, 3, 4).result() == (4, "length")
+        assert [future.result() for future in long] == [(room, "length")] * 8
+    wait_for(lambda: is_idle(server), "the pools are not empty")
+
+
+def test_a_bad_request_changes_nothing_for_its_neighbours(server: RunningServer):
+    def text(prompt: list[int]) -> str:
+        reply = server.complete(prompt, temperature=0, max_tokens=16, ignore_eos=True)
+        return reply.json()["choices"][0]["text"]
+
+    prompts = [[i] * 9 for i in range(100, 103)]
+    alone = [text(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(text, prompt) for prompt in prompts]
+        for bad in ({"prompt": [10**6]}, {"prompt": "a", "logit_bias": {"191222": -100}}):
+            assert server.post("/v1/completions", bad).status_code == 400
+        assert [future.result() for future in futures] == alone
+
+
+def test_no_feature_or_length_that_comes_late_compiles_anything(server: RunningServer):
+    for length in (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, CONTEXT - 2, CONTEXT - 1):
+        assert server.complete([7] * length, max_tokens=1).status_code == 200
+    for fields in (
+        *({"temperature": 0}, {"temperature": 0.7, "seed": 1}, {"top_k": 5}, {"top_p": 0.5}),
+        *({"n": 3}, {"stop": "x"}, {"stop_token_ids": [3]}, {"ignore_eos": True}),
+        *({"kv_placement": "host"}, {"kv_placement": "device"}),
+    ):
+        assert server.complete([7] * 20, max_tokens=3, **fields).status_code == 200, fields
+    wait_for(lambda: is_idle(server), "the pools are not empty")
+    assert server.metric("compiles_after_ready_total") == 0
 
 
 def test_a_bad_request_leaves_the_engine_serving(server: RunningServer):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -135,6 +137,16 @@ def serving(
         yield server.wait_ready()
     finally:
         server.kill()
+
+
+def sent(server: RunningServer, body: dict[str, object]) -> socket.socket:
+    """A connection on which a request was sent and nothing is read."""
+    address = urlsplit(server.url)
+    raw = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    sock = socket.create_connection((address.hostname, address.port))
+    sock.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    return sock
 
 
 def script(**fields: object) -> str:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import openai
 import pytest
 
-from tests.serve.running_server import RunningServer, script, serving, wait_for
+from tests.serve.running_server import RunningServer, script, sent, serving, wait_for
 
 
 def num_in_engine(server: RunningServer) -> float:
     on = [server.metric("num_requests_running", placement=place) for place in ("device", "host")]
     return sum(on) + server.metric("num_requests_waiting")
-
-
-def sent(server: RunningServer, body: dict[str, object]) -> socket.socket:
-    """A connection on which a request was sent and nothing is read."""
-    address = urlsplit(server.url)
-    raw = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    sock = socket.create_connection((address.hostname, address.port))
-    sock.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-    return sock
 
 
 def hang_up(server: RunningServer, body: dict[str, object], after_s: float) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from tests.serve.running_server import RunningServer, serving, start_fake
 
@@ -41,6 +43,34 @@ def test_chat_with_a_model_that_has_no_template_is_a_400_and_completions_work(
         assert reply.status_code == 400
         assert "no chat template" in reply.json()["error"]["message"]
         assert server.is_alive()
+
+
+def test_a_model_with_bos_gets_it_exactly_once_in_every_api(checkpoint: Path, tmp_path: Path):
+    bos = "<|endoftext|>"
+    change(
+        checkpoint / "tokenizer_config.json",
+        chat_template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    bos_id = tokenizer.token_to_id(bos)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, bos_id)]
+    )
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    with serving(checkpoint, tmp_path) as server:
+        assert server.complete("", max_tokens=1).json()["usage"]["prompt_tokens"] == 1
+        assert server.complete([""], max_tokens=1).status_code == 200
+        for nothing in ([], [[]]):
+            assert server.complete(nothing).status_code == 400
+        for prompt in ("hello", bos + "hello"):
+            usage = server.complete(prompt, max_tokens=1).json()["usage"]
+            assert server.events("add")[-1]["prompt"] == bos + "hello"
+            assert usage["prompt_tokens"] == 6
+        messages = [{"role": "user", "content": "hello"}]
+        server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        assert server.events("add")[-1]["prompt"] == bos + "hello"
+        assert server.post("/tokenize", {"messages": messages}).json()["count"] == 6
+        assert server.post("/tokenize", {"prompt": "hello"}).json()["tokens"][0] == bos_id
 
 
 def test_what_a_template_refuses_is_a_400_with_its_own_words(checkpoint: Path, tmp_path: Path):
