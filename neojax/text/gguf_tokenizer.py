@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from neojax.models.gguf_file import GgufFile
-from neojax.text.sentencepiece_bpe import build_sentencepiece_bpe
-
-CONTROL, USER_DEFINED = 3, 4  # token types of the format
+from neojax.text.sentencepiece_bpe import CONTROL, add_special_pieces, build_sentencepiece_bpe
 
 # Contractions, words, numbers, punctuation, blanks. Llama 3's numbers have up to three digits,
 # Qwen's one.
@@ -60,16 +58,7 @@ def build_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
             "tokenizer.json"
         )
     types = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    added = {
-        kind: [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
-            for token, token_type in zip(tokens, types, strict=True)
-            if token_type == kind
-        ]
-        for kind in (CONTROL, USER_DEFINED)
-    }
-    tokenizer.add_special_tokens(added[CONTROL])
-    tokenizer.add_tokens(added[USER_DEFINED])
+    add_special_pieces(tokenizer, tokens, types)
     return tokenizer
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+CONTROL, USER_DEFINED = 3, 4  # types of pieces, here and in GGUF files
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes a space
 
 
@@ -32,6 +33,20 @@ def build_sentencepiece_bpe(
     tokenizer.normalizer = replace
     tokenizer.decoder = decoders.Sequence(decode)
     return tokenizer
+
+
+def add_special_pieces(tokenizer: Tokenizer, pieces: Sequence[str], types: Sequence[int]) -> None:
+    """Let control and user-defined pieces be found in texts as they are. types: by id."""
+    added = {
+        kind: [
+            AddedToken(piece, special=kind == CONTROL, normalized=False)
+            for piece, its_type in zip(pieces, types, strict=True)
+            if its_type == kind
+        ]
+        for kind in (CONTROL, USER_DEFINED)
+    }
+    tokenizer.add_special_tokens(added[CONTROL])
+    tokenizer.add_tokens(added[USER_DEFINED])
 
 
 def _merges(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:

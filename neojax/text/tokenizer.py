@@ -39,7 +39,7 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Tokenizer:
-        """The tokenizer of a directory (tokenizer.json) or a GGUF file.
+        """The tokenizer of a directory (tokenizer.json, else tokenizer.model) or a GGUF file.
 
         Raises ValueError saying which file is missing or which kind is not supported.
         """
@@ -48,9 +48,9 @@ class Tokenizer:
             return cls._from_gguf(path)
         file = path / "tokenizer.json"
         if not file.is_file():
-            has_model = (path / "tokenizer.model").is_file()
-            only = " (tokenizer.model alone, the sentencepiece format, is not supported)"
-            raise ValueError(f"{path} has no tokenizer.json{only if has_model else ''}")
+            if (path / tokenizer_files.SENTENCEPIECE).is_file():
+                return cls._from_sentencepiece(path)
+            raise ValueError(f"{path} has neither tokenizer.json nor tokenizer.model")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
@@ -60,6 +60,36 @@ class Tokenizer:
             bos_token=tokenizer_files.special_token(path, "bos_token"),
             eos_token=tokenizer_files.special_token(path, "eos_token"),
             eos_ids=eos_token_ids(path),
+            chat_template=tokenizer_files.chat_template(path),
+        )
+
+    @classmethod
+    def _from_sentencepiece(cls, path: Path) -> Tokenizer:
+        from neojax.text.sentencepiece_model import read_sentencepiece
+
+        model = read_sentencepiece(path / tokenizer_files.SENTENCEPIECE)
+        backend = model.build()
+        for index, token in sorted(tokenizer_files.added_tokens(path).items()):
+            backend.add_tokens([token])
+            if backend.token_to_id(token.content) != index:
+                raise ValueError(
+                    f"{path / 'tokenizer_config.json'} gives {token.content!r} the id {index}, but "
+                    f"after the {len(model.pieces)} pieces of tokenizer.model it would get "
+                    f"{backend.token_to_id(token.content)}"
+                )
+        bos, eos = (
+            tokenizer_files.special_token(path, name)
+            or (None if index is None else model.pieces[index])
+            for name, index in (("bos_token", model.bos_id), ("eos_token", model.eos_id))
+        )
+        return cls(
+            backend,
+            bos_token=bos,
+            eos_token=eos,
+            eos_ids=eos_token_ids(path),
+            add_bos=tokenizer_files.read_json(path / "tokenizer_config.json").get(
+                "add_bos_token", True
+            ),
             chat_template=tokenizer_files.chat_template(path),
         )
 

@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
+SENTENCEPIECE = "tokenizer.model"
+
 
 def read_json(file: Path) -> dict[str, Any]:
     """An object from a JSON file; empty when there is none. Raises ValueError naming the file."""
@@ -42,7 +46,31 @@ def token_id_of(directory: Path, token: str) -> int | None:
         if entry["content"] == token:
             return entry["id"]
     vocab = tokenizer.get("model", {}).get("vocab", {})
+    if not tokenizer and (directory / SENTENCEPIECE).is_file():
+        from neojax.text.sentencepiece_model import read_sentencepiece
+
+        pieces = read_sentencepiece(directory / SENTENCEPIECE).pieces
+        vocab = {piece: index for index, piece in enumerate(pieces)}
     return vocab.get(token) if isinstance(vocab, dict) else None
+
+
+def added_tokens(directory: Path) -> dict[int, AddedToken]:
+    """Tokens by id that tokenizer_config.json or added_tokens.json adds to tokenizer.model."""
+    entries = read_json(directory / "tokenizer_config.json").get("added_tokens_decoder", {})
+    if entries:
+        return {
+            int(index): AddedToken(
+                entry["content"],
+                **{
+                    name: entry[name]
+                    for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+                    if name in entry
+                },
+            )
+            for index, entry in entries.items()
+        }
+    added = read_json(directory / "added_tokens.json")
+    return {index: AddedToken(token, normalized=False) for token, index in added.items()}
 
 
 def chat_template(directory: Path) -> str | None:

@@ -162,10 +162,7 @@ def test_end_tokens_are_gathered_from_every_file_that_names_some(tmp_path, files
 
 
 def test_a_directory_without_tokenizer_json_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
-        Tokenizer.from_checkpoint(tmp_path)
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(ValueError, match="sentencepiece"):
+    with pytest.raises(ValueError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         Tokenizer.from_checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
