@@ -51,6 +51,8 @@ class Detokenizer:
         self._withheld += self._decoder.push(ids)
         if finished:
             self._withheld += self._decoder.flush()
+        if not self._stops:
+            return self._release(len(self._withheld))
         match = _first_match(self._withheld, self._stops)
         if match is not None:
             self.matched_stop, start = match
@@ -149,7 +151,7 @@ class _IncrementalDecoder:
         if new:
             self._window = self._window[self._whole :]
             self._whole = len(self._window)
-            self._emitted = len(self._decode(self._window))
+            self._emitted = self._tokenizer.text_length(self._window, self._skip_special_tokens)
         elif len(self._window) - self._whole > _MAX_WINDOW_TOKENS:
             # Skipped special tokens: no text, no context.
             del self._window[self._whole : -_SYNC_TOKENS]

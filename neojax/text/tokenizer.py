@@ -36,6 +36,7 @@ class Tokenizer:
         self.bos_id: int | None = backend.token_to_id(bos_token) if bos_token else None
         self.eos_ids = eos_ids
         self.chat_template = chat_template
+        self._lengths: dict[tuple[int, bool], int] = {}
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Tokenizer:
@@ -148,6 +149,17 @@ class Tokenizer:
         if ids[:2] == [self.bos_id, self.bos_id]:
             return ids[1:]
         return ids
+
+    def text_length(self, ids: Sequence[int], skip_special_tokens: bool = True) -> int:
+        """Characters of the text of `ids`; quick for a single one, which streams ask for."""
+        if len(ids) > 1:
+            return len(self.decode(ids, skip_special_tokens))
+        # At most two entries for each token of the vocabulary.
+        key = (ids[0], skip_special_tokens)
+        length = self._lengths.get(key)
+        if length is None:
+            length = self._lengths[key] = len(self.decode(ids, skip_special_tokens))
+        return length
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not whole characters become U+FFFD."""

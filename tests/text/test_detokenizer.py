@@ -137,7 +137,10 @@ def test_text_after_a_prompt_is_the_whole_text_without_the_prompts(prompt, ids):
 def test_a_token_costs_the_same_after_ten_thousand(monkeypatch):
     decoded = []
 
-    class Counting:
+    class Counting(TextTokenizer):
+        def __init__(self):
+            self._lengths = {}
+
         def decode(self, ids, skip_special_tokens=True):
             decoded.append(len(ids))
             return BYTES.decode(ids, skip_special_tokens)
