@@ -23,11 +23,12 @@ TOP_LEVEL = {
 # fmt: on
 
 # Arrows go down only: a part may import itself, `anywhere` and what stands beside it here.
-ANYWHERE = {"config", "environment", "sampling_params"}
+ANYWHERE = {"config", "environment", "logprobs", "sampling_params"}
 ARROWS = {
     "__main__": set(),
     "config": set(),
     "environment": set(),
+    "logprobs": set(),
     "sampling_params": set(),
     "outputs": set(),
     "text": {"models"},

@@ -15,8 +15,11 @@ from typing import NamedTuple
 
 import jax
 
+from neojax.engine.outputs import Reading, message_of
 from neojax.engine.report import EngineStats, RequestTokens
-from neojax.runner.runner import HostLaneError, Runner, StepHandle
+from neojax.runner.runner import Runner
+from neojax.runner.sampling import NOT_FINITE
+from neojax.runner.step_handle import HostLaneError, StepHandle
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.plan import Mode, Plan
 from neojax.scheduler.policy import load_policy
@@ -28,6 +31,11 @@ log = logging.getLogger(__name__)
 MAX_STEPS_IN_FLIGHT = 2
 STEPS_BETWEEN_FAILURES = 10
 """A second failed step within so many ends the engine: what fails twice in a row stays broken."""
+
+_NOT_FINITE = (
+    "the model's logits were not finite: its activations overflow this dtype; "
+    "try --dtype bfloat16 or float32"
+)
 
 
 class EngineDead(RuntimeError):
@@ -60,6 +68,7 @@ class EngineCore:
         self._steps_since_failure = STEPS_BETWEEN_FAILURES
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._num_not_finite = 0
         self._last_step_s = time.time()
 
     @property
@@ -80,13 +89,15 @@ class EngineCore:
         bad = next((i for i in prompt_ids if not 0 <= i < self.vocab_size), None)
         if bad is not None:
             raise ValueError(f"prompt token {bad} is outside the vocabulary of {self.vocab_size}")
+        self._check(params)
         room = max(1, self.max_model_len - len(prompt_ids))
+        wanted = room if params.max_tokens is None else max(1, params.max_tokens)
         stop_ids = frozenset(params.stop_token_ids)
         request = Request(
             request_id=request_id,
             prompt_ids=prompt_ids,
             params=params,
-            max_tokens=min(params.max_tokens or room, room),
+            max_tokens=min(wanted, room),
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_ids,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             arrival=next(self._arrivals),
@@ -155,6 +166,7 @@ class EngineCore:
             requests_placed_device=self.scheduler.num_placed[Placement.DEVICE],
             requests_placed_host=self.scheduler.num_placed[Placement.HOST],
             last_step_unix_s=self._last_step_s,
+            num_not_finite=self._num_not_finite,
         )
 
     def close(self) -> None:
@@ -165,19 +177,24 @@ class EngineCore:
         if not self._in_flight:
             return None, []
         plan, handle = self._in_flight[0]
-        tokens = handle.tokens()
+        reading = Reading.of(handle)
         self._in_flight.popleft()
         self._last_step_s = time.time()
         self._steps_since_failure += 1
-        advanced = self.scheduler.update(plan, tokens)
-        self._generation_tokens += len(advanced)
+        reading.keep_prompt_logprobs()
+        running = {r.request for r in plan.rows if r.request.state is not RequestState.FINISHED}
+        advanced = set(self.scheduler.update(plan, reading.tokens))
         if not self.has_work:
             self.scheduler.check_integrity()
-        placements = {row.request: row.placement for row in plan.sampled_rows}
-        return plan, [
-            _tokens_of(request, placements[request], request.output_ids[-1:])
-            for request in advanced
-        ]
+        outputs: list[RequestTokens] = []
+        for row, token in zip(plan.sampled_rows, reading.tokens, strict=True):
+            if row.request in advanced:
+                outputs.append(reading.output(row))
+            elif token == NOT_FINITE and row.request in running:
+                self._num_not_finite += 1
+                outputs.append(message_of(row.request, row.placement, [], _NOT_FINITE))
+        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
+        return plan, outputs
 
     def _recover(self, error: Exception, launched: Plan | None) -> list[RequestTokens]:
         """After a failed step: void what is in flight, make new pools, compute again.
@@ -203,7 +220,7 @@ class EngineCore:
             if request.state is not RequestState.FINISHED:
                 self.scheduler.abort(request.request_id, "error")
                 message = f"host attention failed: {error}"
-                outputs.append(_tokens_of(request, Placement.HOST, [], message))
+                outputs.append(message_of(request, Placement.HOST, [], message))
         return outputs
 
     def _void_steps(self) -> None:
@@ -215,6 +232,17 @@ class EngineCore:
         self._in_flight.clear()
         self.runner.recover()
         self.scheduler.rollback()
+
+    def _check(self, params: SamplingParams) -> None:
+        if params.n != 1:
+            raise ValueError(f"the engine gives one answer to a request, asked were {params.n}")
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+            if bad is not None:
+                raise ValueError(f"{name}: token {bad} is not in 0..{self.vocab_size - 1}")
 
     def _require_idle(self, what: str) -> None:
         if self.has_work:
@@ -228,17 +256,3 @@ def check_policy(placements: tuple[Placement, ...], name: str, scheduler: Schedu
             f"offload_policy {name!r} needs host KV memory and this engine has none; "
             "start it with --cpu-kv-gib above 0 and another policy than device-only"
         )
-
-
-def _tokens_of(
-    request: Request, placement: Placement, token_ids: list[int], message: str | None = None
-) -> RequestTokens:
-    stop_id = request.stop_reason
-    return RequestTokens(
-        request_id=request.request_id,
-        token_ids=token_ids,
-        finish_reason=request.finish_reason,
-        stop_reason=stop_id if stop_id in request.params.stop_token_ids else None,
-        placement=placement.value,
-        message=message,
-    )

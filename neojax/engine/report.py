@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 
+from neojax.logprobs import TokenLogprobs
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(slots=True)
 class RequestTokens:
     """New tokens of one request.
 
     finish_reason: None while it runs, then stop, length, abort, error, or rejected when the
     request could never run. stop_reason: the stop token's id, or None for EOS. message: the
-    error's text when finish_reason is error or rejected.
+    error's text when finish_reason is error or rejected. logprobs: of each new token;
+    prompt_logprobs: of each prompt token (None for the first), with the first new token. Both only
+    where asked for.
     """
 
     request_id: str
@@ -23,6 +27,8 @@ class RequestTokens:
     stop_reason: int | None = None
     placement: str = "device"
     message: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,3 +53,4 @@ class EngineStats:
     requests_placed_device: int
     requests_placed_host: int
     last_step_unix_s: float
+    num_not_finite: int = 0  # requests ended because their logits were not finite

@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from neojax.runner.programs import Programs
+from neojax.runner.logit_state import LogitState
+from neojax.runner.programs import Head, Programs
 from neojax.runner.rolling import Parked, RollingPrograms
+from neojax.runner.scores import Scores
 from neojax.runner.shapes import AttentionShape
 from neojax.runner.stages import KV, Leaves
 
@@ -32,16 +34,20 @@ class Batch(NamedTuple):
     programs: Programs
     packed: np.ndarray
     attention: AttentionShape
-    is_greedy: bool
+    head: Head
     has_host_chunks: bool
+    sample_rows: np.ndarray | None = None  # `SampleRows` of a full head
+    prompt_rows: tuple[np.ndarray, ...] = ()  # `SampleRows` of prompts to score
     wants_logits: bool = False
 
 
 class Sampled(NamedTuple):
-    """What a sub-batch gives: tokens [S], and float32 logits [S, V] where asked for."""
+    """What a sub-batch gives: tokens [S], and what was asked for beside them."""
 
     tokens: jax.Array
-    logits: jax.Array | None
+    logits: jax.Array | None  # float32 [S, V]
+    scores: Scores | None  # of the tokens; from a full head
+    prompt_scores: tuple[Scores, ...]  # one for each of the batch's prompt_rows
 
 
 class DeviceState:
@@ -54,6 +60,7 @@ class DeviceState:
         pools: list[KV],
         scratch: list[KV],
         tokens: jax.Array,
+        logit_state: LogitState,
         layer_ids: tuple[jax.Array, ...],
         parked: list[Parked],
     ) -> None:
@@ -62,6 +69,7 @@ class DeviceState:
         self.pools = pools
         self.scratch = scratch  # two, used by even and odd layers; empty without a host pool
         self.tokens = tokens  # [max_num_seqs] newest token of each request slot
+        self.logit_state = logit_state
         self.layer_ids = layer_ids
         self.parked = parked  # one a layer; empty without ROLLING programs
 
@@ -171,7 +179,16 @@ class SubBatchLane:
 
 def _head(state: DeviceState, batch: Batch, packed: jax.Array, x: jax.Array) -> Sampled:
     programs = batch.programs
-    head = programs.head_greedy if batch.is_greedy else programs.head_sample
     logits = programs.logits(state.ends, packed, x) if batch.wants_logits else None
-    state.tokens, tokens = head(state.ends, packed, x, state.tokens)
-    return Sampled(tokens, logits)
+    if batch.head is not Head.FULL:
+        head = programs.head_greedy if batch.head is Head.GREEDY else programs.head_sample
+        state.tokens, tokens = head(state.ends, packed, x, state.tokens)
+        return Sampled(tokens, logits, None, ())
+    results = []
+    for rows in (batch.sample_rows, *batch.prompt_rows):
+        state.tokens, state.logit_state, *result = programs.head_full(
+            state.ends, rows, x, state.tokens, state.logit_state
+        )
+        results.append(result)
+    (tokens, scores), *prompts = results
+    return Sampled(tokens, logits, scores, tuple(scores for _, scores in prompts))

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from neojax.kv.geometry import KVGeometry
 from neojax.kv.host_pool import HostPool
 from neojax.runner.lanes import Batch, DeviceState, SubBatchLane
-from neojax.runner.programs import Programs
+from neojax.runner.programs import Head, Programs
 from neojax.runner.shapes import AttentionShape, Buckets, Shape
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.costs import CostTables, Table1, Table2
@@ -134,7 +134,7 @@ class Profiler:
             programs,
             programs.stages.layout.empty(),
             (self._buckets.attentions(shape) or [AttentionShape(0, False)])[-1],
-            is_greedy=True,
+            Head.GREEDY,
             has_host_chunks=False,
         )
         lane = SubBatchLane(self._state, batch)

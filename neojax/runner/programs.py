@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,14 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from neojax.runner.logit_state import LogitState
 from neojax.runner.shapes import AttentionShape, Shape
 from neojax.runner.stages import KV, Leaves, Stages
+
+
+class Head(enum.Enum):
+    """What the last stage must be able to do: one program each, so that plain steps pay nothing."""
+
+    GREEDY = enum.auto()
+    SAMPLE = enum.auto()  # temperature, top-k, top-p
+    FULL = enum.auto()  # whatever a request may ask for
 
 
 class Programs:
     """The jitted stages of one shape. Pools, tokens and activations are donated.
 
     attentions: the attention shapes that `layers` and `attend` have programs for.
+    head_full: shared by all shapes.
     ends: programs of the same shape on another channel; embedding and head are shared with them.
     """
 
@@ -28,6 +39,7 @@ class Programs:
         self,
         stages: Stages,
         attentions: Sequence[AttentionShape],
+        head_full: Callable[..., Any],
         ends: Programs | None = None,
     ) -> None:
         self.stages = stages
@@ -44,6 +56,7 @@ class Programs:
         self.linear = jit(stages.linear, donate_argnums=(4, 7))
         self.leave = jit(stages.leave)
         self.attend_host_chunks = jit(stages.attend_host_chunks, donate_argnums=(3, 4))
+        self.head_full = head_full
         if ends is not None:
             self.embed, self.logits = ends.embed, ends.logits
             self.head_greedy, self.head_sample = ends.head_greedy, ends.head_sample
@@ -82,6 +95,7 @@ class Arguments:
     pools: tuple[KV, ...]
     scratch: KV | None
     tokens: jax.Array
+    logit_state: LogitState
     layer_ids: tuple[jax.Array, ...]
     layers_per_program: int
     hidden_size: int
@@ -125,6 +139,16 @@ def signatures(programs: Programs, a: Arguments, *, has_host: bool) -> Iterator[
         for function in programs.attend.values():
             yield of("attend", packed, rows, kv, function=function)
         yield of("attend_host_chunks", packed, layer, rows, attended, a.scratch)
+
+
+def head_signatures(all_programs: Iterable[Programs], a: Arguments) -> Iterator[Signature]:
+    """The full head of every number of rows; one serves all shapes that have it."""
+    by_rows = {p.shape.num_rows: p for p in all_programs}
+    for num_rows, programs in sorted(by_rows.items()):
+        x = jax.ShapeDtypeStruct((num_rows, a.hidden_size), a.dtype)
+        packed = np.zeros((10, programs.stages.layout.num_samples), np.int32)
+        args = (a.ends, packed, x, a.tokens, a.logit_state)
+        yield Signature("head_full", programs.shape, programs.head_full, args)
 
 
 def compile_all(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -172,8 +172,13 @@ def park(stages: Stages, x: Float[Array, "c D"]) -> Parked:
 class RollingPrograms(Programs):
     """The jitted stages of one shape of ROLLING steps; its host rows are a group."""
 
-    def __init__(self, stages: Stages, attentions: Sequence[AttentionShape]) -> None:
-        super().__init__(stages, attentions)
+    def __init__(
+        self,
+        stages: Stages,
+        attentions: Sequence[AttentionShape],
+        head_full: Callable[..., Any],
+    ) -> None:
+        super().__init__(stages, attentions, head_full)
         self.rolling = {
             shape: jax.jit(
                 functools.partial(layers, stages, shape=shape), donate_argnums=(1, 2, 3, 6)

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from neojax.kv.geometry import KVGeometry
@@ -22,12 +22,23 @@ from neojax.models.decoder import Decoder
 from neojax.ops import attention
 from neojax.runner import lanes
 from neojax.runner.compile_counter import CompileCounter
-from neojax.runner.lanes import Batch, DeviceState, Sampled
+from neojax.runner.lanes import Batch, DeviceState
+from neojax.runner.logit_rows import LogitRows
+from neojax.runner.logit_state import LogitStateSizes
 from neojax.runner.profiler import Profiler
-from neojax.runner.programs import Arguments, Programs, Signature, compile_all, signatures
+from neojax.runner.programs import (
+    Arguments,
+    Head,
+    Programs,
+    Signature,
+    compile_all,
+    head_signatures,
+    signatures,
+)
 from neojax.runner.rolling import Register, RollingPrograms, rolling_signatures
 from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
-from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages
+from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages, head_full
+from neojax.runner.step_handle import StepHandle, wants_logprobs
 from neojax.runner.step_meta import MetaLayout
 from neojax.scheduler.costs import CostTables
 from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
@@ -40,10 +51,6 @@ B0, B1, DEEP = 0, 1, 2
 WARM_UP_ROUNDS = {"gpu": 2}
 """Runs of every program before ready. A GPU records CUDA graphs at the second run, and drops them
 when anything is compiled later; on the CPU backend a compiled program has nothing to warm."""
-
-
-class HostLaneError(RuntimeError):
-    """A worker of the host lane reported an error; the step's tokens are void."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,39 +68,6 @@ class RunnerConfig:
     cpu_isa: str | None = None
     rolling_rows: int = 0  # rows of a group in ROLLING steps; 0: there are no such steps
     token_buckets: tuple[int, ...] | None = None  # padded sizes; None: `Buckets.of`
-
-
-class StepHandle:
-    """A step in flight."""
-
-    def __init__(
-        self, sampled: Sequence[Sampled], counts: Sequence[int], host: HostPool | None
-    ) -> None:
-        self._sampled = sampled
-        self._counts = counts
-        for array, _ in sampled:
-            array.copy_to_host_async()
-        self._host = host
-
-    def tokens(self) -> list[int]:
-        """Wait for the step; one token per `plan.sampled_rows`, in that order.
-
-        Raises HostLaneError when a worker failed.
-        """
-        tokens: list[int] = []
-        for sampled, count in zip(self._sampled, self._counts, strict=True):
-            tokens += np.asarray(sampled.tokens)[:count].tolist()
-        if self._host is not None and (error := self._host.error()):
-            raise HostLaneError(error)
-        return tokens
-
-    def logits(self) -> np.ndarray:
-        """Logits [rows, V] float32 of the sampled rows; ValueError if `enqueue` was not told."""
-        if any(sampled.logits is None for sampled in self._sampled):
-            raise ValueError("this step was enqueued without wants_logits")
-        return np.concatenate(
-            [np.asarray(s.logits)[:n] for s, n in zip(self._sampled, self._counts, strict=True)]
-        )
 
 
 class Runner:
@@ -132,12 +106,16 @@ class Runner:
         self._dtype = jax.eval_shape(model.ends.embed, jax.ShapeDtypeStruct((1,), jnp.int32)).dtype
         self._hidden_size = c.hidden_size
         ends, layers, self._parts = _split(model)
+        self._logit_rows = LogitRows(
+            LogitStateSizes(config.max_num_seqs, c.vocab_size, config.max_model_len)
+        )
         self._state = DeviceState(
             ends,
             layers,
             pools=[],
             scratch=[],
             tokens=jnp.zeros(config.max_num_seqs, jnp.int32),
+            logit_state=self._logit_rows.make(),
             layer_ids=tuple(jnp.asarray(i, jnp.int32) for i in range(c.num_layers)),
             parked=[],
         )
@@ -180,23 +158,24 @@ class Runner:
         state, group = self._state, self.config.layers_per_program
         if plan.mode is Mode.ROLLING:
             batch = self._rolling_batch(plan)._replace(wants_logits=wants_logits)
-            sampled = [lanes.run_rolling(state, batch, group)]
-            return StepHandle(sampled, [len(plan.sampled_rows)], self.host)
+            return StepHandle(plan, [lanes.run_rolling(state, batch, group)], self.host)
         batches = [
             self._batch(batch, index)._replace(wants_logits=wants_logits)
             for index, batch in enumerate(plan.sub_batches)
         ]
-        counts = [sum(row.samples for row in batch.rows) for batch in plan.sub_batches]
         if plan.mode is Mode.DEVICE_ONLY:
             (batch,) = batches
-            return StepHandle([lanes.run_device_only(state, batch, group)], counts, None)
-        return StepHandle(lanes.run_pipelined(state, batches), counts, self.host)
+            sampled, host = [lanes.run_device_only(state, batch, group)], None
+        else:
+            sampled, host = lanes.run_pipelined(state, batches), self.host
+        return StepHandle(plan, sampled, host)
 
     def recover(self) -> None:
         """After a failed step: wait for the lane, make new device pools. Host KV stays."""
         if self.host is not None:
             self.host.reset()
         self._state.tokens = jnp.zeros(self.config.max_num_seqs, jnp.int32)
+        self._state.logit_state = self._logit_rows.make()
         self._make_pools()
         self._park_groups()
 
@@ -208,12 +187,13 @@ class Runner:
         for _ in range(WARM_UP_ROUNDS.get(jax.default_backend(), 0)):
             for shape in self._buckets.device_shapes:
                 for attention_shape in self._buckets.attentions(shape):
-                    for is_greedy in (True, False):
-                        batch = self._empty_batch(shape, B0, is_greedy, attention_shape)
+                    for head in Head:
+                        batch = self._empty_batch(shape, B0, head, attention_shape)
                         lanes.run_device_only(self._state, batch, self.config.layers_per_program)
             if self.host is not None:
                 self._warm_up_host()
                 self._warm_up_rolling()
+            self._state.logit_state = self._logit_rows.warm_up(self._state.logit_state)
             jax.block_until_ready(self._state.tokens)
         self._counter.reset()
         return compiled
@@ -265,20 +245,23 @@ class Runner:
         shapes = [*self._buckets.device_shapes, *self._buckets.host_shapes]
         for i, shape in enumerate(shapes):
             b1 = self._buckets.host_shapes[i % len(self._buckets.host_shapes)]
-            batches = [self._empty_batch(shape, B0, True), self._empty_batch(b1, B1, True)]
+            batches = [
+                self._empty_batch(shape, B0, Head.GREEDY),
+                self._empty_batch(b1, B1, Head.GREEDY),
+            ]
             lanes.run_pipelined(self._state, batches)
         for shape in self._buckets.host_shapes:
-            lanes.run_pipelined(
-                self._state,
-                [self._empty_batch(shape, B0, False), self._empty_batch(shape, B1, False)],
-            )
+            for head in (Head.SAMPLE, Head.FULL):
+                batches = [self._empty_batch(shape, index, head) for index in (B0, B1)]
+                lanes.run_pipelined(self._state, batches)
 
     def _warm_up_rolling(self) -> None:
         for shape in self._rolling_shapes:
             for attention_shape in self._buckets.attentions(shape):
-                for is_greedy in (True, False):
-                    batch = self._empty_batch(shape, DEEP, is_greedy, attention_shape)
-                    batch = batch._replace(has_host_chunks=is_greedy and attention_shape.has_chunks)
+                for head in Head:
+                    batch = self._empty_batch(shape, DEEP, head, attention_shape)
+                    has_chunks = head is Head.GREEDY and attention_shape.has_chunks
+                    batch = batch._replace(has_host_chunks=has_chunks)
                     lanes.run_rolling(self._state, batch, self.config.layers_per_program)
 
     def _rolling_batch(self, plan: Plan) -> Batch:
@@ -297,13 +280,14 @@ class Runner:
         self._register.advance(entering, plan_index)
         self._register.write(programs.stages.layout.views(packed)["rolling"])
         num_blocks = max((len(row.blocks) for row in b0.decodes), default=0)
-        return Batch(
+        made = Batch(
             programs,
             packed,
             self._buckets.attention(num_blocks, has_chunks=bool(b0.chunks)),
-            is_greedy=all(_is_greedy(row) for row in plan.rows),
+            _head_of(plan.rows),
             has_host_chunks=bool(b0.host_chunks),
         )
+        return self._with_full_head(made, b0, plan.rows)
 
     def _batch(self, batch: SubBatch, index: int) -> Batch:
         has_chunks = bool(batch.chunks)
@@ -317,29 +301,47 @@ class Runner:
         if host_plan is not None:
             assert self.host is not None
             self.host.put_plan(host_plan, self.geometry.num_layers)
-        return Batch(
+        made = Batch(
             programs,
             packed,
             self._buckets.attention(num_blocks, has_chunks=has_chunks),
-            is_greedy=all(_is_greedy(row) for row in batch.rows),
+            _head_of(batch.rows),
             has_host_chunks=bool(batch.host_chunks),
+        )
+        return self._with_full_head(made, batch, batch.rows)
+
+    def _with_full_head(self, made: Batch, batch: SubBatch, rows: Iterable[Row]) -> Batch:
+        """With what a full head needs, if it is one. rows: all that the step completes."""
+        if made.head is not Head.FULL:
+            return made
+        layout, neutral = made.programs.stages.layout, self._logit_rows.sizes.neutral
+        sampling = [row for row in rows if row.samples]
+        self._state.logit_state, states = self._logit_rows.prepare(
+            self._state.logit_state, sampling
+        )
+        return made._replace(
+            sample_rows=layout.sample_rows(made.packed, states, neutral),
+            prompt_rows=tuple(layout.prompt_rows(batch, neutral)),
         )
 
     def _empty_batch(
         self,
         shape: Shape,
         index: int,
-        is_greedy: bool,
+        head: Head,
         attention_shape: AttentionShape | None = None,
     ) -> Batch:
         """Padding only: every slot dropped, no host row, no chunk."""
         programs = self._programs[shape, index]
+        packed = programs.stages.layout.empty()
+        neutral = self._logit_rows.sizes.neutral
         return Batch(
             programs,
-            programs.stages.layout.empty(),
+            packed,
             attention_shape or self._buckets.attentions(shape)[0],
-            is_greedy,
+            head,
             has_host_chunks=self.host is not None and shape.num_tokens > 0,
+            sample_rows=programs.stages.layout.sample_rows(packed, [], neutral),
         )
 
     def _make_pools(self) -> None:
@@ -372,6 +374,8 @@ class Runner:
 
     def _make_programs(self) -> dict[tuple[Shape, int], Programs]:
         lane = None if self.host is None else self.host.lane.id
+        # tokens and logit state are donated
+        full = jax.jit(functools.partial(head_full, self._parts), donate_argnums=(3, 4))
 
         def stages(shape: Shape, index: int) -> Stages:
             layout = MetaLayout(
@@ -387,7 +391,8 @@ class Runner:
             return Stages(self._parts, layout, self._attention, channel)
 
         def programs(shape: Shape, index: int, ends: Programs | None = None) -> Programs:
-            return Programs(stages(shape, index), self._buckets.attentions(shape), ends)
+            attentions = self._buckets.attentions(shape)
+            return Programs(stages(shape, index), attentions, full, ends)
 
         made = {(shape, B0): programs(shape, B0) for shape in self._buckets.device_shapes}
         for shape in self._buckets.host_shapes:
@@ -395,7 +400,7 @@ class Runner:
             made[shape, B1] = programs(shape, B1, ends=made[shape, B0])
         for shape in self._rolling_shapes:
             attentions = self._buckets.attentions(shape)
-            made[shape, DEEP] = RollingPrograms(stages(shape, DEEP), attentions)
+            made[shape, DEEP] = RollingPrograms(stages(shape, DEEP), attentions, full)
         return made
 
     def _signatures(self) -> list[Signature]:
@@ -406,24 +411,34 @@ class Runner:
             pools=tuple(state.pools),
             scratch=state.scratch[0] if state.scratch else None,
             tokens=state.tokens,
+            logit_state=state.logit_state,
             layer_ids=state.layer_ids,
             layers_per_program=self.config.layers_per_program,
             hidden_size=self._hidden_size,
             dtype=self._dtype,
         )
         return [
-            signature
-            for programs in self._programs.values()
-            for signature in (
-                rolling_signatures(programs, arguments)
-                if isinstance(programs, RollingPrograms)
-                else signatures(programs, arguments, has_host=self.host is not None)
-            )
+            *(
+                signature
+                for programs in self._programs.values()
+                for signature in (
+                    rolling_signatures(programs, arguments)
+                    if isinstance(programs, RollingPrograms)
+                    else signatures(programs, arguments, has_host=self.host is not None)
+                )
+            ),
+            *head_signatures(self._programs.values(), arguments),
+            *self._logit_rows.signatures(state.logit_state),
         ]
 
 
-def _is_greedy(row: Row) -> bool:
-    return not row.samples or row.request.params.is_greedy
+def _head_of(rows: Iterable[Row]) -> Head:
+    """The cheapest head that does what the rows ask for."""
+    rows = list(rows)
+    if any(wants_logprobs(row) or row.request.params.changes_logits for row in rows):
+        return Head.FULL
+    is_greedy = all(not row.samples or row.request.params.is_greedy for row in rows)
+    return Head.GREEDY if is_greedy else Head.SAMPLE
 
 
 def _split(model: Decoder) -> tuple[Leaves, tuple[Leaves, ...], ModelParts]:

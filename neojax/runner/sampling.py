@@ -1,4 +1,4 @@
-"""Choosing tokens on the device: greedy, temperature, top-k and top-p, seeds."""
+"""Choosing tokens on the device: greedy, temperature, min-p, top-k and top-p, seeds."""
 
 from __future__ import annotations
 
@@ -8,21 +8,38 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from neojax.runner.step_meta import Sampling
 
+NOT_FINITE = -1
+"""Stands for the token of a row whose logits overflowed: it has none."""
+
 
 def greedy(logits: Float[Array, "S V"]) -> Int[Array, "S"]:
     """The most likely token of each row; the first of equals."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
+def checked(
+    tokens: Int[Array, "S"], logits: Float[Array, "S V"], likeliest: Int[Array, "S"]
+) -> Int[Array, "S"]:
+    """The tokens, but NOT_FINITE where the logits are not: argmax finds a NaN first, then inf."""
+    largest = jnp.take_along_axis(logits, likeliest[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(largest), tokens, NOT_FINITE)
+
+
 @jax.named_scope("sampling")
-def sample(logits: Float[Array, "S V"], params: Sampling) -> Int[Array, "S"]:
+def sample(
+    logits: Float[Array, "S V"], params: Sampling, min_p: Float[Array, "S"] | None = None
+) -> Int[Array, "S"]:
     """A token per row; rows of temperature 0 are greedy.
 
     The draw depends on the request's seed and the token's position alone, so it is the same
     whatever else is in the batch.
     """
+    likeliest = greedy(logits)
     scaled = logits / jnp.maximum(params.temperature, 1e-5)[:, None]
-    kept = jnp.where(keep_top_k(scaled, params.top_k), scaled, -jnp.inf)
+    kept = scaled
+    if min_p is not None:
+        kept = jnp.where(keep_min_p(scaled, min_p), scaled, -jnp.inf)
+    kept = jnp.where(keep_top_k(kept, params.top_k), kept, -jnp.inf)
     kept = jnp.where(keep_top_p(jax.nn.softmax(kept, axis=-1), params.top_p), kept, -jnp.inf)
 
     def noise(seed: Int[Array, "2"], position: Int[Array, ""]) -> Float[Array, "V"]:
@@ -31,7 +48,12 @@ def sample(logits: Float[Array, "S V"], params: Sampling) -> Int[Array, "S"]:
 
     # The maximum of logits plus Gumbel noise is a draw from their softmax.
     drawn = greedy(kept + jax.vmap(noise)(params.seed, params.position))
-    return jnp.where(params.temperature > 0, drawn, greedy(logits))
+    return checked(jnp.where(params.temperature > 0, drawn, likeliest), logits, likeliest)
+
+
+def keep_min_p(logits: Float[Array, "S V"], min_p: Float[Array, "S"]) -> Bool[Array, "S V"]:
+    """Tokens at least min_p times as likely as the row's likeliest; 0 keeps everything."""
+    return logits >= (logits.max(axis=-1) + jnp.log(min_p))[:, None]
 
 
 def keep_top_k(logits: Float[Array, "S V"], top_k: Int[Array, "S"]) -> Bool[Array, "S V"]:

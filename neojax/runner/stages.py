@@ -19,9 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from neojax.ops import attention, host_attention
 from neojax.ops.attention import Decodes, DeviceAttention, NewRows, Tiles
-from neojax.runner import sampling
+from neojax.runner import logit_state, sampling
+from neojax.runner.logit_state import LogitState
+from neojax.runner.scores import Scores, score
 from neojax.runner.shapes import AttentionShape
-from neojax.runner.step_meta import MetaLayout, StepMeta
+from neojax.runner.step_meta import MetaLayout, SampleRows, StepMeta
 
 Leaves: TypeAlias = tuple[jax.Array, ...]
 """Parameters of one layer (or of the ends), flat: dispatch costs less than with a dictionary."""
@@ -222,7 +224,11 @@ class Stages:
         """Last stage: a token for each sampling row, written to its request's slot."""
         chosen = self.layout.unpack(packed).sampling
         logits = self.logits(ends, packed, x)
-        new = sampling.greedy(logits) if is_greedy else sampling.sample(logits, chosen)
+        if is_greedy:
+            likeliest = sampling.greedy(logits)
+            new = sampling.checked(likeliest, logits, likeliest)
+        else:
+            new = sampling.sample(logits, chosen)
         return tokens.at[chosen.slot].set(new, mode="drop"), new
 
     def logits(
@@ -283,6 +289,30 @@ def project(layer: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, 
 def finish(layer: Any, x: jax.Array, positions: jax.Array, attended: jax.Array) -> jax.Array:
     """A layer from its attend hook on, given what the hook returns."""
     return layer(x, positions, lambda q, k, v: attended)
+
+
+def head_full(
+    model: ModelParts,
+    ends: Leaves,
+    packed: Int[Array, "10 S"],
+    x: Float[Array, "R D"],
+    tokens: Int[Array, "slots"],
+    state: LogitState,
+) -> tuple[Int[Array, "slots"], LogitState, Int[Array, "S"], Scores]:
+    """Last stage where a row asks for more than temperature, top-k and top-p.
+
+    Returns the newest tokens, the logit state, and per row the new token and the scores of its
+    target, or of the new token where it has none. The same for all shapes of as many rows.
+    """
+    rows = SampleRows.unpack(packed)
+    position = rows.sampling.position
+    logits = model.merge_ends(ends).head(x[rows.sampling.row])
+    changed = logit_state.change(state, rows.state, position, logits)
+    new = sampling.sample(changed, rows.sampling, logit_state.min_p(state, rows.state))
+    new = sampling.checked(new, logits, sampling.greedy(logits))
+    scores = score(logits, jnp.where(rows.target >= 0, rows.target, new))
+    state = logit_state.count(state, rows.state, new)
+    return tokens.at[rows.sampling.slot].set(new, mode="drop"), state, new, scores
 
 
 # An inner jit: the layer is traced and lowered once, however many of them a program holds.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,24 @@ class RollingMeta(NamedTuple):
     positions: Int[Array, "L c"]
     plan: Int[Array, "L"]  # entries of the host lane's ring
     num_rows: Int[Array, "L"]
+
+
+class SampleRows(NamedTuple):
+    """Rows of a head that does everything, sampled from or only scored."""
+
+    sampling: Sampling
+    state: Int[Array, "S"]  # row of the logit state
+    target: Int[Array, "S"]  # token to score; -1: the one that is sampled
+
+    @classmethod
+    def unpack(cls, packed: Int[Array, "10 S"]) -> SampleRows:
+        """Inside a program."""
+        return cls(_sampling(packed[:8]), packed[8], packed[9])
+
+
+def _sampling(s: Int[Array, "8 S"]) -> Sampling:
+    temperature, top_p = jax.lax.bitcast_convert_type(s[6:8], jnp.float32)
+    return Sampling(s[0], s[1], s[2], s[3:5].T, s[5], temperature, top_p)
 
 
 class StepMeta(NamedTuple):
@@ -123,12 +141,7 @@ class MetaLayout:
     def unpack(self, packed: Int[Array, "M"]) -> StepMeta:
         """Inside a program: the fields of a packed array."""
         f = self.views(packed)
-        s = f["sampling"]
         scalars, rolling = f["scalars"], f["rolling"]
-
-        def floats(x):
-            return jax.lax.bitcast_convert_type(x, jnp.float32)
-
         return StepMeta(
             *f["rows"],
             kv_slots=f["slots"][0],
@@ -140,7 +153,7 @@ class MetaLayout:
             num_host_rows=scalars[1],
             num_host_chunks=scalars[2],
             rolling=RollingMeta(rolling[:, :-2], rolling[:, -2], rolling[:, -1]),
-            sampling=Sampling(s[0], s[1], s[2], s[3:5].T, s[5], floats(s[6]), floats(s[7])),
+            sampling=_sampling(f["sampling"]),
         )
 
     def empty(self) -> np.ndarray:
@@ -196,6 +209,29 @@ class MetaLayout:
         self._write_sampling(f["sampling"], batch, leaving)
         return packed, host.finish()
 
+    def sample_rows(self, packed: np.ndarray, states: Sequence[int], neutral: int) -> np.ndarray:
+        """`SampleRows` of the sampling rows; states: their rows of the logit state."""
+        rows = np.concatenate([self.views(packed)["sampling"], self._no_sample_rows(neutral)[8:]])
+        rows[8, : len(states)] = states
+        return rows
+
+    def prompt_rows(self, batch: SubBatch, neutral: int) -> list[np.ndarray]:
+        """`SampleRows` that score the prompts of chunks that ask for it, as many as it takes."""
+        scored = list(scored_rows(batch))
+        rows = [self._no_sample_rows(neutral) for _ in range(0, len(scored), self.num_samples)]
+        for i, (_, activation, target) in enumerate(scored):
+            part, column = divmod(i, self.num_samples)
+            rows[part][0, column] = activation
+            rows[part][9, column] = target
+        return rows
+
+    def _no_sample_rows(self, neutral: int) -> np.ndarray:
+        rows = np.zeros((10, self.num_samples), np.int32)
+        rows[1] = self.max_num_seqs  # slot: dropped
+        rows[8] = neutral
+        rows[9] = -1
+        return rows
+
     def _write_row(self, f: dict[str, np.ndarray], first: int, row: Row) -> np.ndarray:
         span = slice(first, first + row.num_tokens)
         positions = np.arange(row.start.token, row.stop, dtype=np.int32)
@@ -229,6 +265,29 @@ class MetaLayout:
             temperature = 0.0 if params.is_greedy else params.temperature
             s[6:, i] = np.asarray([temperature, params.top_p], np.float32).view(np.int32)
             i += 1
+
+
+class ScoredRow(NamedTuple):
+    """A prompt token whose likelihood a chunk must tell."""
+
+    row: Row
+    activation: int  # index of the token before it
+    target: int
+
+
+def scored_rows(batch: SubBatch) -> Iterator[ScoredRow]:
+    """Of the chunks whose request asks for prompt_logprobs.
+
+    A request that is computed again after it has given tokens has told of its prompt already.
+    """
+    first = 0
+    for row in batch.chunks:
+        request = row.request
+        if request.params.prompt_logprobs is not None and not request.output_ids:
+            targets = request.prompt_ids[row.start.token + 1 : row.stop + 1]
+            for i, target in enumerate(targets):
+                yield ScoredRow(row, first + i, target)
+        first += row.num_tokens
 
 
 _TILES = {Placement.DEVICE: "tiles", Placement.HOST: "host_tiles"}

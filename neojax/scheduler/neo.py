@@ -83,7 +83,7 @@ class _Batches:
         """In order of arrival, to the sub-batch with more slack, where their attention hides."""
         left = self.offer.num_tokens - sum(chunk.num_tokens for chunk in self.chunks)
         target, too_long = 1, None
-        for request in sorted(self.offer.host_decodes, key=lambda r: r.arrival):
+        for request in sorted(self.offer.host_decodes, key=lambda r: r.order):
             if left <= 0:
                 break
             if too_long is not None and request.num_tokens >= too_long:

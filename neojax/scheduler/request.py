@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from neojax.logprobs import TokenLogprobs
 from neojax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class Placement(enum.StrEnum):
@@ -38,6 +43,18 @@ class Progress(NamedTuple):
 START = Progress(0, 0)
 
 
+class Constraint(Protocol):
+    """What limits a request's next token by those before it: a grammar.
+
+    So its next step cannot be launched before the last one's token is known here.
+    """
+
+    @property
+    def mask(self) -> npt.NDArray[np.int32]:
+        """One bit per token, the lowest first: whether it may come next."""
+        ...
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
     """One prompt and what has become of it.
@@ -50,9 +67,10 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     max_tokens: int
-    stop_ids: frozenset[int]
+    stop_ids: frozenset[int]  # tokens that end it: its own and, unless ignored, the model's
     seed: int
     arrival: int  # order of arrival; ties in age do not exist
+    constraint: Constraint | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list[int])
     state: RequestState = RequestState.WAITING
     placement: Placement | None = None
@@ -64,8 +82,17 @@ class Request:
     num_preemptions: int = 0
     served_step: int = 0  # newest step with a row of it; before that, the first that could have one
     moved_step: int | None = None  # newest step that moved it to the other pool
+    prompt_logprobs: list[TokenLogprobs | None] = dataclasses.field(
+        default_factory=list["TokenLogprobs | None"]
+    )
+    """By position, as far as it is known and was asked for; the first token's is None."""
     finish_reason: str | None = None
     stop_reason: int | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place in the queues: by priority, the lower first, then by arrival."""
+        return self.params.priority, self.arrival
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +106,9 @@ class Request:
 
     @property
     def wants_more(self) -> bool:
-        """Whether another token may still be sampled."""
+        """Whether another token may still be sampled now."""
+        if self.constraint is not None and self.num_pending:
+            return False
         return len(self.output_ids) + self.num_pending < self.max_tokens
 
     @property

@@ -50,8 +50,8 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.predictor = None if costs is None else Predictor(costs)
-        self.waiting: list[Request] = []  # by arrival
-        self.running: list[Request] = []  # by arrival
+        self.waiting: list[Request] = []  # by priority and arrival
+        self.running: list[Request] = []  # by priority and arrival
         self.num_preemptions = 0
         self.num_placed = dict.fromkeys(Placement, 0)
         self.num_swapped = dict.fromkeys(Placement, 0)  # by where they went
@@ -106,7 +106,7 @@ class Scheduler:
         if not possible_placements(request, self.policy, self._memory):
             raise ValueError(why_never(request, self.policy, self._memory, self.limits))
         self._requests[request.request_id] = request
-        bisect.insort(self.waiting, request, key=lambda r: r.arrival)
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """Finish a request wherever it is; None when it is not known (any more)."""
@@ -170,7 +170,8 @@ class Scheduler:
     def update(self, plan: Plan, tokens: Sequence[int]) -> list[Request]:
         """Take in the tokens of a completed step, one per `plan.sampled_rows`.
 
-        Returns the requests that got a token. A row of a request that has stopped meanwhile is
+        Returns the requests that got a token. A negative one stands for logits that were not
+        finite: the request ends with an error. A row of a request that has stopped meanwhile is
         the price of scheduling ahead: its token is dropped.
         """
         self.release(plan.step)
@@ -182,6 +183,9 @@ class Scheduler:
             request = row.request
             request.num_pending -= 1
             if request.state is RequestState.FINISHED:
+                continue
+            if token < 0:
+                self._finish(request, "error")
                 continue
             request.output_ids.append(token)
             advanced.append(request)
@@ -248,7 +252,7 @@ class Scheduler:
         host: list[Request] = []
         if Placement.HOST in self.policy.placements and not now.rolling_rows:
             on_host = [r for r in decodes if r.placement is Placement.HOST]
-            host = sorted(on_host, key=lambda r: r.served_step)  # stable: then by arrival
+            host = sorted(on_host, key=lambda r: r.served_step)  # stable: then by order
         admission = Admission(self.policy, self._memory, now, self.running)
         chunks = admission.chunks(itertools.chain(self.running, self.waiting), budget)
         return Offer(tuple(device), tuple(host), tuple(chunks), budget, self.limits.block_size)
@@ -298,7 +302,7 @@ class Scheduler:
 
     def _start(self, request: Request, placement: Placement) -> None:
         self.waiting.remove(request)
-        bisect.insort(self.running, request, key=lambda r: r.arrival)
+        bisect.insort(self.running, request, key=lambda r: r.order)
         request.state = RequestState.RUNNING
         self._memory.start(request, placement)
         if request.num_preemptions == 0:
@@ -378,7 +382,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._moves.append(Move(request, None, reason))
-        bisect.insort(self.waiting, request, key=lambda r: r.arrival)
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.state is RequestState.RUNNING:

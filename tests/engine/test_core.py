@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from neojax.engine.core import EngineDead
-from neojax.runner.runner import HostLaneError, StepHandle
+from neojax.runner.step_handle import HostLaneError, StepHandle
 from neojax.sampling_params import SamplingParams
 from tests.engine.tiny import BASE, GREEDY, mixed_requests, run_all
 

@@ -21,10 +21,23 @@ def test_nothing_compiles_after_warm_up(warmed_up):
         (prompt, dataclasses.replace(params, temperature=0.8, top_k=5, seed=3))
         for prompt, params in requests
     ]
+    everything = [
+        (prompt, dataclasses.replace(params, **fields))
+        for (prompt, params), fields in zip(
+            requests,
+            [
+                {"presence_penalty": 1.0, "temperature": 1.0},
+                {"logit_bias": {3: 5.0}, "logprobs": 2},
+                {"min_p": 0.1, "temperature": 1.0, "prompt_logprobs": 0},
+                {"min_tokens": 1, "stop_token_ids": (1,)},
+            ],
+            strict=False,
+        )
+    ]
     for policy in ("device-only", "full", "auto"):
         engine.set_policy(policy)
         engine.set_block_limit(14 if policy == "auto" else None)
-        run_all(engine, [*requests, *sampled])
+        run_all(engine, [*requests, *sampled, *everything])
     for length in range(1, 66):
         run_all(engine, [(list(range(length)), SamplingParams(temperature=0.0, max_tokens=2))])
     assert engine.runner.num_compiles == 0
@@ -36,7 +49,7 @@ def test_every_program_of_the_closed_set_was_compiled(warmed_up):
     names = {signature.name for signature, _ in compiled}
     assert names == {
         "embed", "layers", "enter", "linear", "leave", "attend", "attend_host_chunks",
-        "head_greedy", "head_sample",
+        "head_greedy", "head_sample", "head_full", "write_request", "write_masks",
     }  # fmt: skip
 
 
@@ -53,9 +66,12 @@ def test_no_program_copies_a_pool(warmed_up):
 def test_the_default_flags_need_at_most_120_programs():
     c = EngineConfig()
     buckets = Buckets.of(c.max_num_batched_tokens, c.max_num_seqs, 512, has_host=True, is_gpu=False)
-    # Counted as `signatures` yields them: 9 per token bucket, 9 per host bucket of both channels.
+    # Counted as `signatures` yields them: 9 per token bucket, 9 per host bucket of both channels,
+    # a full head per number of rows, and two that write the logit state.
     per_host_shape = 2 * 3 + 3
-    assert 9 * len(buckets.tokens) + per_host_shape * len(buckets.host_rows) <= 120
+    num_full = len({*buckets.tokens, *buckets.host_rows})
+    num_programs = 9 * len(buckets.tokens) + per_host_shape * len(buckets.host_rows) + num_full + 2
+    assert num_programs <= 120
 
 
 def test_a_shape_is_the_smallest_that_fits():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -31,11 +32,26 @@ LIMITS = SchedulerLimits(
 EOS = 7
 
 
-def make_request(index: int, num_prompt: int, max_tokens: int, placement: str = "auto") -> Request:
+class AnyToken:
+    """A constraint that allows everything: what counts is that its request waits for tokens."""
+
+    mask = np.full(1, -1, np.int32)
+
+
+def make_request(
+    index: int,
+    num_prompt: int,
+    max_tokens: int,
+    placement: str = "auto",
+    *,
+    priority: int = 0,
+    is_constrained: bool = False,
+) -> Request:
     return Request(
         request_id=f"r{index}",
         prompt_ids=list(range(100, 100 + num_prompt)),
-        params=SamplingParams(max_tokens=max_tokens, kv_placement=placement),
+        params=SamplingParams(max_tokens=max_tokens, kv_placement=placement, priority=priority),
+        constraint=AnyToken() if is_constrained else None,
         max_tokens=max_tokens,
         stop_ids=frozenset({EOS}),
         seed=0,
@@ -79,10 +95,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_prompt=st.integers(1, 200),
         max_tokens=st.integers(1, 60),
         placement=st.sampled_from(["auto", "device", "host"]),
+        priority=st.sampled_from([0, 0, 0, -1, 3]),
+        is_constrained=st.sampled_from([False, False, True]),
     )
-    def add(self, num_prompt: int, max_tokens: int, placement: str) -> None:
+    def add(
+        self, num_prompt: int, max_tokens: int, placement: str, priority: int, is_constrained: bool
+    ) -> None:
         max_tokens = min(max_tokens, LIMITS.max_model_len - num_prompt)
-        request = make_request(len(self.requests), num_prompt, max_tokens, placement)
+        request = make_request(
+            len(self.requests),
+            num_prompt,
+            max_tokens,
+            placement,
+            priority=priority,
+            is_constrained=is_constrained,
+        )
         need = -(-(num_prompt + max_tokens - 1) // LIMITS.block_size)
         room = {"device": 8, "host": 24, "auto": 24}[placement]
         if need > room:
@@ -111,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.append(plan)
 
     @precondition(lambda self: self.in_flight)
-    @rule(tokens=st.lists(st.sampled_from([1, 2, 3, 3, 3, EOS]), min_size=12, max_size=12))
+    @rule(tokens=st.lists(st.sampled_from([1, 2, 3, 3, 3, EOS, -1]), min_size=12, max_size=12))
     def complete(self, tokens: list[int]) -> None:
         plan = self.in_flight.popleft()
         for row in plan.rows:
@@ -150,7 +177,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert row.stop % LIMITS.block_size == 0
         for row in (*plan.b0.decodes, *plan.b0.host_decodes, *plan.b1.host_decodes):
             assert row.num_tokens == 1
-        oldest = min(self.scheduler.running, key=lambda r: r.arrival)
+        for row in plan.sampled_rows:
+            if row.request.constraint is not None:
+                assert row.request.num_pending == 1, "its last token is not known yet"
+        oldest = min(self.scheduler.running, key=lambda r: r.order)
         if oldest.is_decoding and oldest.wants_more and not oldest.num_pending:
             raise AssertionError("the oldest running request was passed over")
 
@@ -324,3 +354,41 @@ def test_chunks_of_host_prefills_fit_the_scratch_in_whole_blocks():
     plan = scheduler.schedule()
     assert plan is not None
     assert len(plan.b0.host_chunks) == LIMITS.scratch_tokens // 48
+
+
+def test_a_lower_priority_number_runs_first_and_arrival_decides_among_equals():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for i, priority in enumerate((0, 5, -1, 0, -1)):
+        scheduler.add(make_request(i, 20, 1, priority=priority))
+    plans = run_to_end(scheduler)
+    assert [row.request.arrival for plan in plans for row in plan.rows] == [2, 4, 0, 3, 1]
+
+
+def test_a_constrained_request_waits_for_its_token_and_others_do_not():
+    scheduler = make_scheduler()
+    plain, constrained = make_request(0, 20, 9), make_request(1, 20, 9, is_constrained=True)
+    scheduler.add(plain)
+    scheduler.add(constrained)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    assert [row.request for row in first.sampled_rows] == [plain, constrained]
+    assert [row.request for row in second.sampled_rows] == [plain]
+    scheduler.update(first, [1, 1])
+    third = scheduler.schedule()
+    assert third is not None
+    assert [row.request for row in third.sampled_rows] == [plain, constrained]
+
+
+def test_logits_that_are_not_finite_end_the_request_alone():
+    scheduler = make_scheduler()
+    bad, good = make_request(0, 20, 9), make_request(1, 20, 9)
+    scheduler.add(bad)
+    scheduler.add(good)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.update(plan, [-1, 1]) == [good]
+    assert bad.finish_reason == "error"
+    assert not bad.output_ids
+    run_to_end(scheduler)
+    assert len(good.output_ids) == 9
