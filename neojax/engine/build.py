@@ -22,6 +22,7 @@ from neojax.kv.host_pool import check_isa
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
 from neojax.models.decoder import Decoder, DecoderConfig, load_model_class
+from neojax.runner.logit_state import LogitStateSizes
 from neojax.runner.runner import Runner, RunnerConfig
 from neojax.runner.shapes import MAX_CHUNKS
 from neojax.scheduler.limits import SchedulerLimits
@@ -219,11 +220,13 @@ def activation_bytes(config: EngineConfig, model: DecoderConfig, dtype: np.dtype
     """What a step needs besides weights and pools: activations, logits, room to grow.
 
     The widest moment of a layer holds gate, up and their product beside the residual; the head
-    holds float32 logits twice, once masked. Doubled for two steps in flight.
+    holds float32 logits twice, once masked. Doubled for two steps in flight. And what sampling
+    remembers of each request: counts of every token, for penalties.
     """
     per_token = (3 * model.intermediate_size + 4 * model.hidden_size) * dtype.itemsize
     logits = 2 * 4 * config.max_num_seqs * model.vocab_size
-    return 2 * (config.max_num_batched_tokens * per_token + logits) + GIB
+    state = LogitStateSizes(config.max_num_seqs, model.vocab_size).num_bytes
+    return 2 * (config.max_num_batched_tokens * per_token + logits) + state + GIB
 
 
 def _host_pool_bytes(config: EngineConfig) -> float:

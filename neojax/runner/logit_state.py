@@ -45,7 +45,7 @@ class LogitStateSizes(NamedTuple):
 
     max_num_seqs: int
     vocab_size: int
-    max_model_len: int
+    max_model_len: int = 0  # only what writes a row must know it
 
     @property
     def num_words(self) -> int:
