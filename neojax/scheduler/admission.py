@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 from neojax.scheduler.limits import SchedulerLimits
@@ -96,7 +97,9 @@ class Admission:
             if is_new:
                 self._free[placement] -= self._memory.num_blocks(request.num_tokens) + 1
                 self._num_slots -= 1
-                self._num_host -= placement is Placement.HOST
+                if placement is Placement.HOST:
+                    self._num_host -= 1
+                    self._now = dataclasses.replace(self._now, num_host=self._now.num_host + 1)
             chunks.append(Chunk(request, placement, n, is_new))
             budget -= n
         return chunks

@@ -18,8 +18,8 @@ from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.worth import decode_token_s, device_only_s
 
-MIN_CHUNK_TOKENS = 128
-"""Prefill is not trimmed below it: so few tokens cost little more than reading the weights."""
+CHUNK_STEP = 64
+"""Tokens to which the size of a trimmed prefill is exact."""
 
 
 class Auto(OffloadPolicy):
@@ -58,8 +58,6 @@ class _Choosing:
         self.offer = offer
         self.predictor = predictor
         self.can_mix = now.limits.can_mix
-        self.outlook = now.outlook
-        self.is_filling = now.num_host < now.outlook.num_host_rows
         self.contexts = [0, *itertools.accumulate(r.num_tokens for r in offer.host_decodes)]
         self.num_decodes = len(offer.device_decodes)
         self.decode_context = sum(r.num_tokens for r in offer.device_decodes)
@@ -97,8 +95,6 @@ class _Choosing:
         full = self.offer.trimmed(room)
         if not num_rows:
             return [full] if full else []
-        if self.is_filling or not full:
-            return [full]  # prefill is what brings the host rows that are still lacking
         trimmed = self.offer.trimmed(min(room, self._hiding_tokens(full, num_rows)))
         return [full, trimmed] if trimmed != full else [full]
 
@@ -106,11 +102,12 @@ class _Choosing:
         """Prefill tokens whose linear stage and attention just cover the host's attention.
 
         The continuous form of the paper's trim: tokens beyond it hide later steps' host rows.
+        Not less than the knee: fewer tokens cost little more than reading the weights.
         """
-        low = max(MIN_CHUNK_TOKENS, self.outlook.chunk_tokens)
+        low = self.predictor.knee_tokens
         high = sum(chunk.num_tokens for chunk in full)
         b1 = Load(num_host_rows=num_rows, host_context=self.contexts[num_rows])
-        while high - low > MIN_CHUNK_TOKENS:
+        while high - low > CHUNK_STEP:
             middle = (low + high) // 2
             b0 = self._device_load(self.offer.trimmed(middle))
             times = self.predictor.layer_times(Mode.PIPELINED, b0, b1)

@@ -17,6 +17,7 @@ from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import Request
+from neojax.scheduler.worth import decode_token_s, device_only_s
 
 MIN_GAIN = 1.05
 """The host must be worth so much more than the device alone, or requests wait for the device:
@@ -34,7 +35,6 @@ class Regime(NamedTuple):
 
     rate: float
     num_host_rows: int
-    chunk_tokens: int  # prefill tokens of each step in which host rows run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,8 +61,6 @@ class Outlook:
         """Decodes that the device pool holds."""
         self.num_host_rows = 0
         """Host rows of the best steady state; 0 where the device alone is as good."""
-        self.chunk_tokens = 0
-        """Prefill tokens of its steps with host rows."""
         self.gain = 1.0
         """Its rate over that of the device alone."""
 
@@ -86,10 +84,10 @@ class Outlook:
         prefill_bound = int(limits.max_num_batched_tokens * mix.output_tokens / mix.prompt_tokens)
         num_host = min(num_host, prefill_bound - self.num_device_rows)
         alone = self._alone(mix)
-        best = Regime(MIN_GAIN * alone, 0, 0)
+        best = Regime(MIN_GAIN * alone, 0)
         for host_rows in _steps(num_host):
             best = max(best, *(self._regime(mix, host_rows, share) for share in SHARES))
-        self.num_host_rows, self.chunk_tokens = best.num_host_rows, best.chunk_tokens
+        self.num_host_rows = best.num_host_rows
         self.gain = best.rate / alone if best.num_host_rows and alone else 1.0
 
     def _mix(self, requests: list[Request]) -> Mix | None:
@@ -121,7 +119,7 @@ class Outlook:
         useful = rows + share * host_rows
         prefill = int(useful * mix.prompt_tokens / mix.output_tokens / share)
         if prefill + rows + host_rows > limits.max_num_batched_tokens:
-            return Regime(0.0, 0, 0)
+            return Regime(0.0, 0)
         # One chunk stands for those of several prompts: attention as over whole prompts.
         count = max(1, round(prefill / mix.prompt_tokens))
         chunks = ((prefill // count, int(mix.prompt_tokens)),) * count if prefill else ()
@@ -133,10 +131,13 @@ class Outlook:
             fetch_tokens=int(on_host * mix.prompt_tokens / 2) if is_split else 0,
         )  # fmt: skip
         contexts = [int(k * mix.context) for k in range(host_rows + 1)]
-        with_host, _ = best_split(self._predictor, device, contexts, can_mix=limits.can_mix)
+        with_host = best_split(self._predictor, device, contexts, can_mix=limits.can_mix).step_s
+        token_s = decode_token_s(self._predictor, rows, mix.context, rows)
+        if with_host > device_only_s(self._predictor, device, host_rows, token_s):
+            return Regime(0.0, 0)  # no step would be chosen that loses by its host rows
         decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
         without = self._predictor.seconds(Mode.DEVICE_ONLY, decodes) if rows else 0.0
-        return Regime(useful / (share * with_host + (1 - share) * without), host_rows, prefill)
+        return Regime(useful / (share * with_host + (1 - share) * without), host_rows)
 
 
 def _steps(most: int) -> list[int]:

@@ -91,6 +91,9 @@ class Predictor:
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
         self.corrections = Corrections()
+        self.knee_tokens = self._knee_tokens()
+        """Rows with which a linear stage takes twice the time of one: arithmetic has caught up
+        with reading the weights."""
 
     def layer_times(
         self, mode: Mode, b0: Load, b1: Load = IDLE, swap_out: int = 0, swap_in: int = 0
@@ -148,6 +151,10 @@ class Predictor:
             per_step_s=self._per_step(mode, b0, b1),
             device_only_s=device_only_s,
         )
+
+    def _knee_tokens(self) -> int:
+        linear = self.tables.linear[Mode.PIPELINED]
+        return next((int(x) for x in linear.xs if linear(x) >= 2 * linear(1)), int(linear.xs[-1]))
 
     def _step(self, mode: Mode, period: float, b0: Load, b1: Load) -> float:
         seconds = self.tables.num_layers * period + self._per_step(mode, b0, b1)
