@@ -28,7 +28,7 @@ def scenario(device_kv_tokens: int = 4000, machine: str = "h200") -> Scenario:
 
 @pytest.mark.parametrize("policy", ["device-only", "auto", "full", "rolling"])
 def test_every_request_gets_all_its_tokens_in_order(policy: str):
-    point = scenario()
+    point = scenario(device_kv_tokens=864)  # two requests: here auto needs the host
     traffic = make_traffic(parse_workload("osc"), "poisson:20", 40, seed=1)
     engine = SimulatedEngine(point.limits, policy, point.tables)
     run = drive(engine, traffic, clock=engine.clock)
