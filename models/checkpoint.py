@@ -22,6 +22,7 @@ from neojax.models.manifest import check_manifest
 from neojax.models.orbax_checkpoint import WEIGHTS_DIRECTORY, OrbaxCheckpoint
 from neojax.models.parameters import ParamPath, Part, check_tensors
 from neojax.models.safetensors_checkpoint import SafetensorsCheckpoint
+from neojax.models.staging import Staging
 
 Checkpoint: TypeAlias = SafetensorsCheckpoint | GgufCheckpoint | OrbaxCheckpoint
 """Tensors by Hugging Face name: `shapes`, and `read` for one."""
@@ -98,7 +99,7 @@ def _read_parameters(
         missing_parts[part.param] = missing_parts.get(part.param, 0) + 1
     buffers: dict[ParamPath, np.ndarray] = {}
     arrays: dict[ParamPath, jax.Array] = {}
-    in_flight: jax.Array | None = None
+    staging = Staging()
     with tqdm(
         total=config.num_parameters * dtype.itemsize,
         desc="Loading weights",
@@ -111,15 +112,14 @@ def _read_parameters(
             if part is None:
                 continue
             if part.param not in buffers:
-                buffers[part.param] = np.empty(shapes[part.param], dtype)
-            _fill(buffers[part.param], part, checkpoint.read(name), name)
+                buffers[part.param] = staging.take(shapes[part.param], dtype)
+            _fill(buffers[part.param], part, checkpoint, name)
             missing_parts[part.param] -= 1
             if not missing_parts[part.param]:
-                # One transfer under way: a disk faster than the bus must not fill host memory.
-                jax.block_until_ready(in_flight)
                 buffer = buffers.pop(part.param)
-                arrays[part.param] = in_flight = jax.device_put(buffer)
+                arrays[part.param] = staging.send(buffer)
                 bar.update(buffer.nbytes)
+    staging.wait()
     _refuse_not_finite(arrays, parts, str(checkpoint.path))
     return arrays
 
@@ -139,11 +139,17 @@ def _refuse_not_finite(
         )
 
 
-def _fill(buffer: np.ndarray, part: Part, values: np.ndarray, name: str) -> None:
+def _fill(buffer: np.ndarray, part: Part, checkpoint: Checkpoint, name: str) -> None:
     rows = buffer[part.start : part.start + part.shape[0]]
-    with np.errstate(over="ignore"):
-        rows[...] = values
-    if buffer.dtype == np.float16 and values.dtype != np.float16 and not np.isfinite(rows).all():
+    if isinstance(checkpoint, SafetensorsCheckpoint):
+        checkpoint.read_into(name, rows)
+        stored = checkpoint.dtype_of(name)
+    else:
+        values = checkpoint.read(name)
+        stored = values.dtype
+        with np.errstate(over="ignore"):
+            rows[...] = values
+    if buffer.dtype == np.float16 and stored != np.float16 and not np.isfinite(rows).all():
         raise ValueError(
             f"{name} holds values that float16 cannot (beyond 65504). Use --dtype bfloat16 or "
             "float32"

@@ -44,6 +44,7 @@ _SIDE_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = ("http", "kernel", "serve", "sweep", "throughput")
+BENCHMARKS = ("http", "kernel", "serve", "sweep", "throughput", "weights")
 
 
 def main(argv: list[str]) -> int:

@@ -257,32 +257,48 @@ def test_a_header_whose_bytes_overlap_is_damaged(tmp_path):
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_host_memory_holds_a_parameter_and_not_the_model(tmp_path, monkeypatch):
-    """The largest sum of buffers in use is far below the model's size."""
-    in_use, peak = [0], [0]
+def load_counting_buffers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[np.ndarray], jax.Array]
+) -> tuple[Llama, list[int]]:
+    """A model, and the bytes of each buffer that parameters were put together in."""
+    sizes: list[int] = []
     empty = np.empty
 
     def counting(shape, dtype=float, **more):
         array = empty(shape, dtype, **more)
-        in_use[0] += array.nbytes
-        peak[0] = max(peak[0], in_use[0])
+        sizes.append(array.nbytes)
         return array
 
-    put = jax.device_put
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", counting)
+        patch.setattr(jax, "device_put", put)
+        return load(directory), sizes
 
-    def sent(buffer):
-        in_use[0] -= buffer.nbytes
+
+def test_the_cpu_backend_takes_the_buffers_over(tmp_path, monkeypatch):
+    put = jax.device_put
+    addresses = []
+
+    def watched(buffer):
+        addresses.append((buffer.ctypes.data, put(buffer).unsafe_buffer_pointer()))
         return put(buffer)
 
-    directory = write_single(tmp_path, WEIGHTS)
-    monkeypatch.setattr(np, "empty", counting)
-    monkeypatch.setattr(jax, "device_put", sent)
-    model = load(directory)
-    monkeypatch.undo()
+    model, sizes = load_counting_buffers(write_single(tmp_path, WEIGHTS), monkeypatch, watched)
     assert_holds_weights(model)
-    assert in_use[0] == 0
+    assert len(sizes) == len(jax.tree.leaves(nnx.state(model)))
+    assert all(ours == theirs for ours, theirs in addresses)
+
+
+def test_where_the_device_copies_host_memory_holds_two_parameters_and_not_the_model(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model, sizes = load_counting_buffers(
+        write_single(tmp_path, WEIGHTS), monkeypatch, lambda buffer: jax.numpy.array(buffer)
+    )
+    assert_holds_weights(model)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    assert peak[0] <= 2 * largest
+    assert sum(sizes) < 3 * largest
 
 
 def test_load_format_must_fit_the_path(tmp_path, default_checkpoint):
