@@ -118,7 +118,9 @@ class HostLane:
 
     `cuda_device`: ordinal of the device, among those that the process sees, whose programs the
     lane serves; None for programs of the CPU platform. A CUDA lane takes all it needs there at
-    once: per channel two slots, and `staging_bytes` for stores, on the device and pinned each.
+    once: per channel two slots, `staging_bytes` for stores, on the device and pinned each, and
+    room for eight calls that move whole blocks, `swap_bytes` each at most.
+    `memory_operations` False: host functions carry the flags, as where streams cannot.
     `watchdog_s`: a job that has not ended by then is waited for no more: on the CPU platform join
     fails and names the channel, on CUDA `error` does.
     `deep_slots`: slots of one more channel, behind the others, of which so many starts may await
@@ -140,6 +142,8 @@ class HostLane:
         cuda_device: int | None = None,
         staging_bytes: int = 64 << 20,
         watchdog_s: float = 30.0,
+        swap_bytes: int = 0,
+        memory_operations: bool = True,
         deep_slots: int = 0,
         deep_rows: int = 0,
     ) -> None:
@@ -182,6 +186,13 @@ class HostLane:
         """
 
     def plan_in_use(self, index: int) -> bool: ...
+    @property
+    def num_swaps_out(self) -> int:
+        """Swaps out launched on a device so far; 0 on the CPU platform, where a call is all."""
+
+    def await_swaps_out(self, count: int) -> None:
+        """Waits until the first `count` have ended, well or not, or the device is given up."""
+
     def drain(self, timeout_s: float) -> None:
         """Waits for all queued jobs, then forgets starts not joined and outstanding plan uses.
 
@@ -209,7 +220,10 @@ class HostLane:
         """[J, 5]: channel, plan, layer, start_ns, end_ns on time.monotonic_ns's clock."""
 
     def counters(self) -> dict[str, int]:
-        """Totals: starts, joins, stores, fetches, jobs, rows, tokens, busy_ns, tie_copies, ..."""
+        """Totals: starts, joins, stores, fetches, jobs, rows, tokens, busy_ns, tie_copies, ...
+
+        `blocks_out` and `blocks_in` count blocks swapped, once for each layer.
+        """
 
     def close(self) -> None:
         """Runs what is queued, ends the thread and frees the id. May be called twice.

@@ -63,6 +63,11 @@ class HostKVCache {
     return data_ + layer * shape_.layer_bytes() + head * shape_.head_bytes();
   }
 
+  // All heads of a block, as they lie there: block_bytes() in one piece.
+  char* Block(int layer, int block) const {
+    return HeadBase(layer, 0) + block * shape_.block_bytes();
+  }
+
   // One token of one head. `k` and `v` are [H] of `dtype`; `slot` is the
   // token's place in the block.
   void WriteToken(int layer, int block, int slot, int head, const void* k,

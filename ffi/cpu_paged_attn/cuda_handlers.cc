@@ -120,6 +120,52 @@ ffi::Error FetchImpl(CudaStream stream, ffi::AnyBuffer hdr, ffi::AnyBuffer k,
   });
 }
 
+ffi::Error SwapOutImpl(CudaStream stream, ffi::AnyBuffer blocks,
+                       ffi::AnyBuffer hdr, int64_t lane_id,
+                       ffi::Result<ffi::AnyBuffer> done) {
+  return Guarded("neojax.swap_out.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    BlockMove move;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckMoved(blocks, lane->cache(), &move);
+    if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move.num_blocks);
+    if (e.empty()) e = CheckInt32("done", *done, 1);
+    if (!e.empty()) return e;
+    return lane->cuda()->SwapOut(stream, move, At(hdr), At(blocks));
+  });
+}
+
+ffi::Error StartSwapInImpl(CudaStream stream, ffi::AnyBuffer hdr,
+                           int64_t lane_id, int64_t layers,
+                           ffi::Result<ffi::AnyBuffer> ticket) {
+  return Guarded("neojax.start_swap_in.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    BlockMove move;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (e.empty()) e = CheckMoveHdr(hdr, layers, &move);
+    if (e.empty()) e = CheckInt32("ticket", *ticket, 1);
+    if (!e.empty()) return e;
+    return lane->cuda()->StartSwapIn(stream, move, At(hdr));
+  });
+}
+
+ffi::Error JoinSwapInImpl(CudaStream stream, ffi::AnyBuffer ticket,
+                          ffi::AnyBuffer hdr, int64_t lane_id,
+                          ffi::Result<ffi::AnyBuffer> blocks) {
+  return Guarded("neojax.join_swap_in.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    BlockMove move;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckMoved(*blocks, lane->cache(), &move);
+    if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move.num_blocks);
+    if (e.empty()) e = CheckInt32("ticket", ticket, 1);
+    if (!e.empty()) return e;
+    return lane->cuda()->JoinSwapIn(stream, move, At(blocks));
+  });
+}
+
 XLA_FFI_DEFINE_HANDLER(kStart, StartImpl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<CudaStream>>()
@@ -161,6 +207,30 @@ XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl,
                            .Ret<ffi::AnyBuffer>()    // k_scratch
                            .Ret<ffi::AnyBuffer>());  // v_scratch
 
+XLA_FFI_DEFINE_HANDLER(kSwapOut, SwapOutImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CudaStream>>()
+                           .Arg<ffi::AnyBuffer>()  // blocks
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Attr<int64_t>("lane")
+                           .Ret<ffi::AnyBuffer>());  // done, not written
+
+XLA_FFI_DEFINE_HANDLER(kStartSwapIn, StartSwapInImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CudaStream>>()
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Attr<int64_t>("lane")
+                           .Attr<int64_t>("layers")
+                           .Ret<ffi::AnyBuffer>());  // ticket, not written
+
+XLA_FFI_DEFINE_HANDLER(kJoinSwapIn, JoinSwapInImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CudaStream>>()
+                           .Arg<ffi::AnyBuffer>()  // ticket
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Attr<int64_t>("lane")
+                           .Ret<ffi::AnyBuffer>());  // blocks
+
 }  // namespace
 
 std::vector<std::pair<const char*, void*>> CudaHandlers() {
@@ -169,6 +239,9 @@ std::vector<std::pair<const char*, void*>> CudaHandlers() {
       {"neojax.join.v1", reinterpret_cast<void*>(kJoin)},
       {"neojax.store.v1", reinterpret_cast<void*>(kStore)},
       {"neojax.fetch.v1", reinterpret_cast<void*>(kFetch)},
+      {"neojax.swap_out.v1", reinterpret_cast<void*>(kSwapOut)},
+      {"neojax.start_swap_in.v1", reinterpret_cast<void*>(kStartSwapIn)},
+      {"neojax.join_swap_in.v1", reinterpret_cast<void*>(kJoinSwapIn)},
   };
 }
 

@@ -95,9 +95,10 @@ bool CudaLane::Arrived(Trip& trip, uint32_t number, const std::string& who) {
 }
 
 void CudaLane::RunStart(int channel, Slot& slot, uint32_t number, Dtype dtype,
-                        int64_t num_rows) {
+                        int64_t num_rows, uint32_t swaps_out) {
   if (Arrived(slot, number, "start on channel " + Text(channel))) {
     computing_ = true;
+    if (lane_.IsFirstJobOf(LoadHdr(slot))) AwaitSwapsOut(swaps_out);
     lane_.AttendArrived(channel, LoadHdr(slot), slot.pinned_in + kHeaderBytes,
                         dtype, num_rows, slot.pinned_out);
   }
@@ -106,10 +107,12 @@ void CudaLane::RunStart(int channel, Slot& slot, uint32_t number, Dtype dtype,
 }
 
 void CudaLane::RunStore(Trip& piece, uint32_t number, Dtype dtype,
-                        int64_t begin, int64_t count, int64_t num_rows) {
+                        int64_t begin, int64_t count, int64_t num_rows,
+                        uint32_t swaps_out) {
   if (Arrived(piece, number, "store")) {
     computing_ = true;
     const Hdr hdr = LoadHdr(piece);
+    if (lane_.IsFirstJobOf(hdr)) AwaitSwapsOut(swaps_out);
     std::shared_ptr<const Plan> plan;
     Error error = lane_.ChunksToStore(hdr, num_rows, &plan);
     if (!error.empty()) lane_.KeepError("store: " + error);
@@ -145,7 +148,8 @@ void CudaLane::RunStore(Trip& piece, uint32_t number, Dtype dtype,
 }
 
 void CudaLane::RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
-                        int64_t num_slots, const StoresBefore& stores) {
+                        int64_t num_slots, const StoresBefore& stores,
+                        uint32_t swaps_out) {
   bool enqueued = false, announced = false;
   if (Arrived(fetch_, number, "fetch")) {
     fetching_ = true;
@@ -158,9 +162,9 @@ void CudaLane::RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
     }
     if (has_prefix) {
       lane_.SleepDelay();
-      error = AwaitStores(hdr, stores)
+      error = AwaitStores(hdr, stores) && AwaitSwapsOut(swaps_out)
                   ? CopyPrefixes(*plan, hdr, k, v, dtype, &enqueued)
-                  : "the stores before it do not end";
+                  : "the stores and swaps before it do not end";
     }
     if (error.empty() && enqueued && report_.memory_operations) {
       // The copies themselves say that they are done.
@@ -185,12 +189,19 @@ bool CudaLane::AwaitStores(Hdr hdr, const StoresBefore& stores) const {
     // None later has overwritten it: XLA's stream stands at this fetch.
     Hdr stored;
     std::memcpy(&stored, ring_[i].pinned_hdr, sizeof stored);
-    if (stores[i] != 0 && stored.plan != hdr.plan &&
-        !Poll(*ring_[i].done, stores[i])) {
-      return false;
-    }
+    if (stored.plan != hdr.plan && !AwaitStore(i, stores)) return false;
   }
   return true;
+}
+
+bool CudaLane::AwaitStore(int piece, const StoresBefore& stores) const {
+  return stores[piece] == 0 || Poll(*ring_[piece].done, stores[piece]);
+}
+
+CudaLane::StoresBefore CudaLane::StoresLaunched() const {
+  StoresBefore stores;
+  for (int i = 0; i < kNumPieces; ++i) stores[i] = ring_[i].launched;
+  return stores;
 }
 
 Error CudaLane::CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k,
@@ -270,6 +281,7 @@ void CudaLane::Watch() {
           job.since_ns, computing_);
     if (fetches_ != nullptr) {
       check("a fetch", fetches_->running_since_ns(), fetching_);
+      check("a swap", swaps_->running_since_ns(), swapping_);
     }
   }
 }
@@ -290,6 +302,11 @@ void CudaLane::ReleaseAll() {
     for (Slot& slot : channel.slots) release(slot);
   }
   for (Trip& piece : ring_) release(piece);
+  for (SwapRing* ring : {&swaps_out_, &swaps_in_}) {
+    for (Trip& piece : ring->pieces) {
+      if (piece.done != nullptr) release(piece);
+    }
+  }
   release(fetch_);
 }
 

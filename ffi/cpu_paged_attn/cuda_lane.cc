@@ -133,8 +133,9 @@ Error CudaLane::Start(CudaStream stream, int64_t channel, DevicePtr rows,
   }
   const int name = static_cast<int>(channel);
   error = Queue(std::move(error), slot, number,
-                {name, [this, name, &slot, number, dtype, num_rows] {
-                   RunStart(name, slot, number, dtype, num_rows);
+                {name, [this, name, &slot, number, dtype, num_rows,
+                        swaps_out = swaps_out_.launched] {
+                   RunStart(name, slot, number, dtype, num_rows, swaps_out);
                  }});
   if (!error.empty()) return error;
   slot.busy = true;
@@ -229,11 +230,12 @@ Error CudaLane::StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
       error =
           CopyDown(hdrs_down_, chunks_down_, piece, number, count * kv_bytes);
     }
-    error = Queue(std::move(error), piece, number,
-                  {HostLane::kChunks,
-                   [this, &piece, number, dtype, begin, count, num_rows] {
-                     RunStore(piece, number, dtype, begin, count, num_rows);
-                   }});
+    error = Queue(
+        std::move(error), piece, number,
+        {HostLane::kChunks, [this, &piece, number, dtype, begin, count,
+                             num_rows, swaps_out = swaps_out_.launched] {
+           RunStore(piece, number, dtype, begin, count, num_rows, swaps_out);
+         }});
     begin += count;
   } while (error.empty() && begin < num_rows);
   return error;
@@ -248,10 +250,9 @@ Error CudaLane::FetchTokens(CudaStream stream, DevicePtr hdr, DevicePtr k,
   const uint32_t number = ++fetch_.launched;
   error = Copy(stream, fetch_.device_in, hdr, sizeof(Hdr));
   if (error.empty()) error = CopyDown(stream, hdrs_down_, fetch_, number, 0);
-  StoresBefore stores;
-  for (int i = 0; i < kNumPieces; ++i) stores[i] = ring_[i].launched;
-  auto job = [this, number, k, v, dtype, num_slots, stores] {
-    RunFetch(number, k, v, dtype, num_slots, stores);
+  auto job = [this, number, k, v, dtype, num_slots, stores = StoresLaunched(),
+              swaps_out = swaps_out_.launched] {
+    RunFetch(number, k, v, dtype, num_slots, stores, swaps_out);
   };
   if (fetches_ == nullptr) {
     // Where host functions stand in, the driver may hold back the copies of
@@ -283,8 +284,10 @@ Error CudaLane::Copy(CudaStream stream, DevicePtr to, DevicePtr from,
 
 std::vector<int> CudaLane::Drain(double timeout_seconds) {
   const auto timeout_ns = static_cast<int64_t>(timeout_seconds * 1e9);
-  if (fetches_ != nullptr && !fetches_->WaitIdle(timeout_ns)) {
-    return {HostLane::kChunks};
+  for (JobQueue* queue : {fetches_.get(), swaps_.get()}) {
+    if (queue != nullptr && !queue->WaitIdle(timeout_ns)) {
+      return {HostLane::kChunks};
+    }
   }
   std::lock_guard<std::mutex> lock(launch_mutex_);
   CudaContextScope scope(driver_, resources_->context());
@@ -298,6 +301,7 @@ std::vector<int> CudaLane::Drain(double timeout_seconds) {
     channel.starts = channel.joins = 0;
     for (Slot& slot : channel.slots) slot.busy = false;
   }
+  swaps_in_joined_ = swaps_in_.launched;
   // A late job ends; a lost device does not come back.
   broken_ = lost;
   return {};
@@ -314,7 +318,9 @@ void CudaLane::Close() {
     if (watch_ends_) return;
     watch_ends_ = true;
   }
-  if (fetches_ != nullptr) fetches_->Close();
+  for (JobQueue* queue : {fetches_.get(), swaps_.get()}) {
+    if (queue != nullptr) queue->Close();
+  }
   watch_.notify_all();
   if (watchdog_.joinable()) watchdog_.join();
   std::lock_guard<std::mutex> lock(launch_mutex_);

@@ -16,6 +16,11 @@
 // stream waits for, is served by a thread of its own: it needs what earlier
 // plans stored, but not the store of its own layer, which may take as long as
 // the layer's other work does.
+//
+// Whole blocks, of requests that change sides, go between device memory of the
+// lane and the arena itself where that is pinned: programs pack and unpack
+// them, and no thread touches a byte. The first job of a plan waits for the
+// blocks that left before it, so that it finds what an earlier step moved.
 #ifndef NEOJAX_CPU_PAGED_ATTN_CUDA_LANE_H_
 #define NEOJAX_CPU_PAGED_ATTN_CUDA_LANE_H_
 
@@ -46,6 +51,8 @@ struct CudaOptions {
   // False: as if the driver refused them.
   bool memory_operations = true;
   bool register_arena = true;
+  // The largest call that moves whole blocks; 0: none will.
+  int64_t swap_bytes = 0;
 };
 
 // What was found and taken at the start.
@@ -80,6 +87,16 @@ class CudaLane {
                   int64_t num_rows, DevicePtr hdr);
   Error FetchTokens(CudaStream stream, DevicePtr hdr, DevicePtr k, DevicePtr v,
                     Dtype dtype, int64_t num_slots);
+  // Whole blocks. At most kNumSwapPieces swaps in may be started and not
+  // joined; joins follow the order of starts.
+  Error SwapOut(CudaStream stream, const BlockMove& move, DevicePtr hdr,
+                DevicePtr blocks);
+  Error StartSwapIn(CudaStream stream, const BlockMove& move, DevicePtr hdr);
+  Error JoinSwapIn(CudaStream stream, const BlockMove& move, DevicePtr blocks);
+  uint32_t num_swaps_out();
+  // Until the first `count` swaps out have reached the arena or failed; false
+  // if the device is given up.
+  bool AwaitSwapsOut(uint32_t count);
   Error Copy(CudaStream stream, DevicePtr to, DevicePtr from, int64_t bytes);
 
   // After the dispatcher has no jobs: waits for the lane's streams, forgets
@@ -93,6 +110,7 @@ class CudaLane {
  private:
   static constexpr int64_t kHeaderBytes = 64;
   static constexpr int kNumPieces = 8;
+  static constexpr int kNumSwapPieces = 4;
 
   // Something the device and the dispatcher pass to and fro, one job at a
   // time. Numbers only grow, so a flag needs no reset.
@@ -124,6 +142,20 @@ class CudaLane {
   };
   // Which store went through each piece last when a fetch was launched.
   using StoresBefore = std::array<uint32_t, kNumPieces>;
+  // Blocks on their way, on the device. Its pinned_in is the hdr's alone.
+  struct SwapPiece : Trip {
+    DevicePtr blocks = 0;
+    char* staging = nullptr;  // pinned, where the arena is not
+  };
+  struct SwapRing {
+    std::array<SwapPiece, kNumSwapPieces> pieces;
+    uint32_t launched = 0;
+    SwapPiece& at(uint32_t number) { return pieces[number % kNumSwapPieces]; }
+    // Which use of its piece the call of this number is, from 1 on.
+    static uint32_t UseOf(uint32_t number) {
+      return number / kNumSwapPieces + 1;
+    }
+  };
   // Pinned memory that prefixes go to the device from.
   struct FetchPiece {
     char* data = nullptr;  // k, then v
@@ -136,6 +168,7 @@ class CudaLane {
   void MakeStreams();
   bool TryMemoryOperations(std::string* refusal);
   void RegisterArena();
+  void MakeSwapRings();
 
   // Launching; all under launch_mutex_. Each returns the driver's refusal.
   Error Usable() const;
@@ -152,14 +185,27 @@ class CudaLane {
 
   // Jobs, on the dispatcher's thread.
   void RunStart(int channel, Slot& slot, uint32_t number, Dtype dtype,
-                int64_t num_rows);
+                int64_t num_rows, uint32_t swaps_out);
   void RunStore(Trip& piece, uint32_t number, Dtype dtype, int64_t begin,
-                int64_t count, int64_t num_rows);
+                int64_t count, int64_t num_rows, uint32_t swaps_out);
   // On a thread of its own where the streams carry the flags.
   void RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
-                int64_t num_slots, const StoresBefore& stores);
+                int64_t num_slots, const StoresBefore& stores,
+                uint32_t swaps_out);
   // Until every store of another plan than hdr's is done.
   bool AwaitStores(Hdr hdr, const StoresBefore& stores) const;
+  bool AwaitStore(int piece, const StoresBefore& stores) const;
+  StoresBefore StoresLaunched() const;
+  // What all moves of blocks begin with: room in the ring, the hdr's way down.
+  Error LaunchMove(CudaStream stream, SwapPiece& piece, const BlockMove& move,
+                   DevicePtr hdr);
+  Error QueueMove(Error error, SwapPiece& piece, uint32_t number,
+                  HostLane::Job job);
+  // On the swaps' thread where the streams carry the flags.
+  void RunMove(SwapPiece& piece, uint32_t number, const BlockMove& move,
+               bool out, const StoresBefore& stores, uint32_t swaps_out);
+  Error CopyMove(SwapPiece& piece, const BlockMove& move, bool out);
+  Error CheckMove(const BlockMove& move) const;
   // Copies of one fetch; *enqueued says whether the stream has any.
   Error CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k, DevicePtr v,
                      Dtype dtype, bool* enqueued);
@@ -169,8 +215,9 @@ class CudaLane {
   int64_t WatchdogNs() const {
     return static_cast<int64_t>(lane_.options().watchdog_seconds * 1e9);
   }
-  std::array<CudaStream, 6> AllStreams() const {
-    return {down_, up_, chunks_down_, hdrs_down_, chunks_up_, copy_};
+  std::array<CudaStream, 9> AllStreams() const {
+    return {down_,       up_,   chunks_down_, hdrs_down_, chunks_up_,
+            swaps_down_, copy_, swaps_up_,    swaps_wait_};
   }
   static Hdr LoadHdr(const Trip& trip);
 
@@ -195,11 +242,13 @@ class CudaLane {
   const CudaOptions options_;
   CudaReport report_;
   std::unique_ptr<CudaResources> resources_;
-  // Small copies of starts and joins; rows of stores; hdrs of stores and
-  // fetches; waits of fetches; and what the threads themselves enqueue.
+  // Small copies of starts and joins; rows of stores; hdrs of stores, fetches
+  // and swaps; waits of fetches and of swaps in; and what the threads
+  // themselves enqueue.
   CudaStream down_ = nullptr, up_ = nullptr;
   CudaStream chunks_down_ = nullptr, hdrs_down_ = nullptr;
-  CudaStream chunks_up_ = nullptr, copy_ = nullptr;
+  CudaStream chunks_up_ = nullptr, swaps_wait_ = nullptr;
+  CudaStream copy_ = nullptr, swaps_down_ = nullptr, swaps_up_ = nullptr;
   char* flags_ = nullptr;  // pinned; two lines a trip
   int num_flags_ = 0;
   std::vector<Channel> channels_;
@@ -209,11 +258,15 @@ class CudaLane {
   Trip fetch_;
   std::array<FetchPiece, 2> fetch_pieces_;
   uint32_t next_fetch_piece_ = 0;
+  SwapRing swaps_out_, swaps_in_;
+  uint32_t swaps_in_joined_ = 0;
 
   std::mutex launch_mutex_;
   std::atomic<bool> computing_{false};  // the job's bytes have come
   std::atomic<bool> fetching_{false};   // likewise, of the fetch
-  std::unique_ptr<JobQueue> fetches_;   // null without memory operations
+  std::atomic<bool> swapping_{false};   // likewise, of the swap
+  // Null without memory operations: the dispatcher does their work.
+  std::unique_ptr<JobQueue> fetches_, swaps_;
   std::atomic<bool> broken_{false};
   std::atomic<int64_t> close_deadline_ns_{0};  // 0: open
 

@@ -28,8 +28,9 @@ CudaLane::CudaLane(HostLane& lane, const CudaDriver& driver,
   const CacheShape& shape = lane_.shape();
   const LaneOptions& lane_options = lane_.options();
 
-  const int num_trips =
-      2 * lane_options.num_channels + lane_options.deep_slots + kNumPieces + 1;
+  const int num_trips = 2 * lane_options.num_channels +
+                        lane_options.deep_slots + kNumPieces + 1 +
+                        2 * kNumSwapPieces;
   flags_ = resources_->NewPinned(2 * kFlagBytes * num_trips);
   channels_ = std::vector<Channel>(lane_options.total_channels());
   for (size_t c = 0; c < channels_.size(); ++c) {
@@ -58,6 +59,7 @@ CudaLane::CudaLane(HostLane& lane, const CudaDriver& driver,
   MakeTrip(&fetch_, 0);
   MakeStreams();
   RegisterArena();
+  MakeSwapRings();
   report_.device_bytes = resources_->device_bytes();
   report_.pinned_bytes = resources_->pinned_bytes();
   watchdog_ = std::thread([this] { Watch(); });
@@ -88,7 +90,9 @@ void CudaLane::MakeStreams() {
     chunks_down_ = resources_->NewStream();
     chunks_up_ = resources_->NewStream();
     hdrs_down_ = resources_->NewStream();
+    swaps_wait_ = resources_->NewStream();
     fetches_ = std::make_unique<JobQueue>();
+    swaps_ = std::make_unique<JobQueue>();
   } else {
     report_.notes.push_back(
         "stream memory operations do not work here (" + refusal +
@@ -97,10 +101,12 @@ void CudaLane::MakeStreams() {
     // that waits for a job must not stand before one that brings it its
     // bytes: one stream puts them in launch order. A new one, because the
     // trial may have left the first two waiting.
-    down_ = up_ = chunks_down_ = chunks_up_ = hdrs_down_ =
+    down_ = up_ = chunks_down_ = chunks_up_ = hdrs_down_ = swaps_wait_ =
         resources_->NewStream();
   }
   copy_ = resources_->NewStream();
+  swaps_down_ = resources_->NewStream();
+  swaps_up_ = resources_->NewStream();
 }
 
 bool CudaLane::TryMemoryOperations(std::string* refusal) {
@@ -176,6 +182,21 @@ void CudaLane::RegisterArena() {
         "the driver pinned " + std::to_string(report_.registered_bytes) +
         " of " + std::to_string(bytes) + " bytes of the host KV cache (" +
         refusal + "); the rest goes through staging");
+  }
+}
+
+void CudaLane::MakeSwapRings() {
+  if (options_.swap_bytes == 0) return;
+  const int64_t max_blocks = options_.swap_bytes / lane_.shape().block_bytes();
+  const bool is_pinned = report_.registered_bytes == lane_.shape().num_bytes();
+  for (SwapRing* ring : {&swaps_out_, &swaps_in_}) {
+    for (SwapPiece& piece : ring->pieces) {
+      MakeTrip(&piece, (kBlockIds + max_blocks) * sizeof(int32_t));
+      piece.blocks = resources_->NewDevice(options_.swap_bytes);
+      if (!is_pinned) {
+        piece.staging = resources_->NewPinned(options_.swap_bytes);
+      }
+    }
   }
 }
 

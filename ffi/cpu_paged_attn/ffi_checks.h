@@ -2,6 +2,7 @@
 #ifndef NEOJAX_CPU_PAGED_ATTN_FFI_CHECKS_H_
 #define NEOJAX_CPU_PAGED_ATTN_FFI_CHECKS_H_
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <string>
@@ -101,6 +102,33 @@ inline Error CheckScratches(const ffi::AnyBuffer& k, const ffi::AnyBuffer& v,
     e = "v_scratch must be like k_scratch";
   }
   return e;
+}
+
+// Operand or result of a move, [layers, blocks, elements of a block].
+template <class Buffer>
+Error CheckMoved(const Buffer& blocks, const HostKVCache& cache,
+                 BlockMove* move) {
+  const CacheShape& shape = cache.shape();
+  const int64_t elements = shape.block_bytes() / ElementSize(shape.dtype);
+  Dims dims = blocks.dimensions();
+  Dtype dtype;
+  if (ToDtype(blocks.element_type(), &dtype) && dtype == shape.dtype &&
+      dims.size() == 3 && dims[2] == elements) {
+    *move = {static_cast<int>(dims[0]), static_cast<int>(dims[1])};
+    return {};
+  }
+  return std::string("blocks must be ") + DtypeName(shape.dtype) + "[G, C, " +
+         std::to_string(elements) + "], got " +
+         Describe(blocks.element_type(), dims);
+}
+
+// The hdr of a move alone, which says how many blocks a layer has room for.
+inline Error CheckMoveHdr(const ffi::AnyBuffer& hdr, int64_t layers,
+                          BlockMove* move) {
+  const auto size = static_cast<int64_t>(hdr.element_count());
+  if (layers < 1) return "layers must be at least 1";
+  *move = {static_cast<int>(layers), static_cast<int>(size) - kBlockIds};
+  return CheckInt32("hdr", hdr, std::max<int64_t>(size, kBlockIds + 1));
 }
 
 inline Error CheckTie(const ffi::AnyBuffer& tie,

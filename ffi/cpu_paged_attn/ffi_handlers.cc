@@ -122,6 +122,55 @@ ffi::Error FetchImpl(ffi::AnyBuffer hdr, ffi::AnyBuffer k, ffi::AnyBuffer v,
   });
 }
 
+ffi::Error SwapOutImpl(ffi::AnyBuffer blocks, ffi::AnyBuffer hdr,
+                       int64_t lane_id, ffi::Result<ffi::AnyBuffer> done) {
+  return Guarded("neojax.swap_out.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    BlockMove move;
+    Error e = FindLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckMoved(blocks, lane->cache(), &move);
+    if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move.num_blocks);
+    if (e.empty()) e = CheckInt32("done", *done, 1);
+    if (!e.empty()) return e;
+    const auto* ids = static_cast<const int32_t*>(hdr.untyped_data());
+    *static_cast<int32_t*>(done->untyped_data()) = ids[1];
+    return lane->SwapOut(move, ids, blocks.untyped_data());
+  });
+}
+
+// Memory of the host needs no fetching ahead: the join does it all.
+ffi::Error StartSwapInImpl(ffi::AnyBuffer hdr, int64_t lane_id, int64_t layers,
+                           ffi::Result<ffi::AnyBuffer> ticket) {
+  return Guarded("neojax.start_swap_in.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    BlockMove move;
+    Error e = FindLane(lane_id, &lane);
+    if (e.empty()) e = CheckMoveHdr(hdr, layers, &move);
+    if (e.empty()) e = CheckInt32("ticket", *ticket, 1);
+    if (!e.empty()) return e;
+    const auto* ids = static_cast<const int32_t*>(hdr.untyped_data());
+    *static_cast<int32_t*>(ticket->untyped_data()) = ids[1];
+    return lane->CheckBlocks(move, ids);
+  });
+}
+
+ffi::Error JoinSwapInImpl(ffi::AnyBuffer ticket, ffi::AnyBuffer hdr,
+                          int64_t lane_id, ffi::Result<ffi::AnyBuffer> blocks) {
+  return Guarded("neojax.join_swap_in.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    BlockMove move;
+    Error e = FindLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckMoved(*blocks, lane->cache(), &move);
+    if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move.num_blocks);
+    if (e.empty()) e = CheckInt32("ticket", ticket, 1);
+    if (!e.empty()) return e;
+    return lane->SwapIn(move, static_cast<const int32_t*>(hdr.untyped_data()),
+                        blocks->untyped_data());
+  });
+}
+
 XLA_FFI_DEFINE_HANDLER(kStart, StartImpl,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()  // rows
@@ -159,6 +208,27 @@ XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl,
                            .Ret<ffi::AnyBuffer>()    // k_scratch
                            .Ret<ffi::AnyBuffer>());  // v_scratch
 
+XLA_FFI_DEFINE_HANDLER(kSwapOut, SwapOutImpl,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()  // blocks
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Attr<int64_t>("lane")
+                           .Ret<ffi::AnyBuffer>());  // done
+
+XLA_FFI_DEFINE_HANDLER(kStartSwapIn, StartSwapInImpl,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Attr<int64_t>("lane")
+                           .Attr<int64_t>("layers")
+                           .Ret<ffi::AnyBuffer>());  // ticket
+
+XLA_FFI_DEFINE_HANDLER(kJoinSwapIn, JoinSwapInImpl,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()  // ticket
+                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Attr<int64_t>("lane")
+                           .Ret<ffi::AnyBuffer>());  // blocks
+
 }  // namespace
 
 std::vector<std::pair<const char*, void*>> CpuHandlers() {
@@ -167,6 +237,9 @@ std::vector<std::pair<const char*, void*>> CpuHandlers() {
       {"neojax.join.v1", reinterpret_cast<void*>(kJoin)},
       {"neojax.store.v1", reinterpret_cast<void*>(kStore)},
       {"neojax.fetch.v1", reinterpret_cast<void*>(kFetch)},
+      {"neojax.swap_out.v1", reinterpret_cast<void*>(kSwapOut)},
+      {"neojax.start_swap_in.v1", reinterpret_cast<void*>(kStartSwapIn)},
+      {"neojax.join_swap_in.v1", reinterpret_cast<void*>(kJoinSwapIn)},
   };
 }
 

@@ -160,8 +160,7 @@ void HostLane::SetPlan(int index, const int32_t* context_lens, Table tables,
                            " joins or stores outstanding; wait for them, take "
                            "another index, or drain()");
   }
-  entry.plan = std::move(plan);
-  entry.uses = uses;
+  entry = {std::move(plan), uses, /*has_begun=*/false};
   if (uses > 0) pool_->Arm(1);
 }
 

@@ -34,6 +34,14 @@ struct Hdr {
   int32_t plan, layer, n;
 };
 
+// A call that moves whole blocks of neighbouring layers: room for num_blocks of
+// each, [num_layers, num_blocks, block_bytes]. Its hdr, int32[2 + num_blocks],
+// is (first layer, n, the arena's blocks); only the first n are moved.
+struct BlockMove {
+  int num_layers, num_blocks;
+};
+constexpr int kBlockIds = 2;  // where they begin in the hdr
+
 struct LaneOptions {
   int num_q_heads;
   int num_channels;
@@ -64,6 +72,8 @@ struct LaneCounters {
   int64_t rows = 0;        // sequences attended
   int64_t tokens = 0;      // context tokens of those
   int64_t busy_ns = 0;     // dispatcher's time in jobs
+  int64_t blocks_out = 0;  // moved to the arena, each layer's counted
+  int64_t blocks_in = 0;   // moved from it
   int64_t tie_copies = 0;  // ties that XLA did not pass in place
   int64_t intervals_dropped = 0;
 };
@@ -128,6 +138,11 @@ class HostLane {
   Error StoreRows(const void* rows, Dtype dtype, int64_t num_rows, Hdr hdr);
   Error FetchTokens(Hdr hdr, void* k, void* v, Dtype dtype, int64_t num_slots);
 
+  // Whole blocks to the arena, and from it: return when done. Nothing beyond
+  // the first n blocks of a layer is read or written.
+  Error SwapOut(const BlockMove& move, const int32_t* hdr, const void* blocks);
+  Error SwapIn(const BlockMove& move, const int32_t* hdr, void* blocks);
+
   void CountTieCopy();
 
   // The rest of this section is for the device half, whose jobs learn their
@@ -146,6 +161,16 @@ class HostLane {
   Error ChunksToFetch(Hdr hdr, int64_t num_slots,
                       std::shared_ptr<const Plan>* plan) const;
   void FinishStore(Hdr hdr);
+  // What is wrong with the hdr of a move.
+  Error CheckBlocks(const BlockMove& move, const int32_t* hdr) const;
+  // The test hooks, for a move with blocks: what it is to fail with.
+  Error BeginMove();
+  // Between the arena and memory of this machine.
+  void CopyBlocks(const BlockMove& move, const int32_t* hdr, char* blocks,
+                  bool out);
+  void CountMove(bool out, int64_t blocks);
+  // True once for every plan set: for the first job that names it.
+  bool IsFirstJobOf(Hdr hdr);
   void CountFetch();
   void KeepError(const Error& error);
   void SleepDelay() const;
@@ -194,6 +219,7 @@ class HostLane {
   struct Entry {
     std::shared_ptr<const Plan> plan;
     int uses = 0;
+    bool has_begun = false;
   };
 
   HostLane(std::shared_ptr<HostKVCache> cache, std::shared_ptr<WorkerPool> pool,
@@ -208,6 +234,7 @@ class HostLane {
                  std::shared_ptr<const Plan>* plan) const;
   Error FindChunks(Hdr hdr, std::shared_ptr<const Plan>* plan) const;
   void ReleaseUse(int plan);
+  Error Move(const BlockMove& move, const int32_t* hdr, char* blocks, bool out);
 
   const std::shared_ptr<HostKVCache> cache_;
   const std::shared_ptr<WorkerPool> pool_;

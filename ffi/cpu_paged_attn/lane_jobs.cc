@@ -5,6 +5,7 @@
 #include <cstring>
 #include <exception>
 #include <stdexcept>
+#include <utility>
 
 #include "ffi/cpu_paged_attn/lane.h"
 
@@ -86,6 +87,13 @@ Error HostLane::ChunksToFetch(Hdr hdr, int64_t num_slots,
     }
   }
   return error;
+}
+
+bool HostLane::IsFirstJobOf(Hdr hdr) {
+  if (hdr.n <= 0 || hdr.plan < 0 || hdr.plan >= options_.num_plans)
+    return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !std::exchange(plans_[hdr.plan].has_begun, true);
 }
 
 void HostLane::FinishStore(Hdr hdr) {

@@ -229,7 +229,8 @@ std::shared_ptr<HostLane> MakeLane(std::shared_ptr<HostKVCache> cache,
                                    std::shared_ptr<WorkerPool> pool,
                                    LaneOptions options,
                                    std::optional<int> cuda_device,
-                                   int64_t staging_bytes) {
+                                   int64_t staging_bytes, int64_t swap_bytes,
+                                   bool memory_operations) {
   if (!(options.watchdog_seconds > 0)) {
     throw std::invalid_argument("watchdog_s must be positive");
   }
@@ -243,12 +244,15 @@ std::shared_ptr<HostLane> MakeLane(std::shared_ptr<HostKVCache> cache,
         "cuda_device is " + std::to_string(*cuda_device) +
         "; there is no libcuda.so.1 with a device on this machine");
   }
-  if (staging_bytes < 0) {
-    throw std::invalid_argument("staging_bytes must be 0 or more");
+  if (staging_bytes < 0 || swap_bytes < 0) {
+    throw std::invalid_argument(
+        "staging_bytes and swap_bytes must be 0 or more");
   }
   CudaOptions cuda;
   cuda.device = *cuda_device;
   cuda.staging_bytes = staging_bytes;
+  cuda.swap_bytes = swap_bytes;
+  cuda.memory_operations = memory_operations;
   nb::gil_scoped_release release;
   return HostLane::Create(std::move(cache), std::move(pool), std::move(options),
                           *driver, cuda);
@@ -280,6 +284,8 @@ nb::dict Counters(const HostLane& lane) {
   out["joins"] = c.joins;
   out["stores"] = c.stores;
   out["fetches"] = c.fetches;
+  out["blocks_out"] = c.blocks_out;
+  out["blocks_in"] = c.blocks_in;
   out["jobs"] = c.jobs;
   out["rows"] = c.rows;
   out["tokens"] = c.tokens;
@@ -379,19 +385,21 @@ NB_MODULE(_cpu_paged_attn, m) {
                        int num_channels, int max_rows, double scale,
                        int num_plans, double softcap, const std::string& isa,
                        std::optional<int> cuda_device, int64_t staging_bytes,
-                       double watchdog_s, int deep_slots, int deep_rows) {
+                       double watchdog_s, int64_t swap_bytes,
+                       bool memory_operations, int deep_slots, int deep_rows) {
              return MakeLane(
                  std::move(cache), std::move(pool),
                  {num_q_heads, num_channels, max_rows,
                   static_cast<float>(scale), static_cast<float>(softcap),
                   num_plans, isa, watchdog_s, deep_slots, deep_rows},
-                 cuda_device, staging_bytes);
+                 cuda_device, staging_bytes, swap_bytes, memory_operations);
            }),
            "cache"_a, "pool"_a, "num_q_heads"_a, "num_channels"_a, "max_rows"_a,
            "scale"_a, "num_plans"_a = 8, nb::kw_only(), "softcap"_a = 0.0,
            "isa"_a = "", "cuda_device"_a = nb::none(),
            "staging_bytes"_a = CudaOptions().staging_bytes,
-           "watchdog_s"_a = 30.0, "deep_slots"_a = 0, "deep_rows"_a = 0)
+           "watchdog_s"_a = 30.0, "swap_bytes"_a = 0,
+           "memory_operations"_a = true, "deep_slots"_a = 0, "deep_rows"_a = 0)
       .def_prop_ro("id", &HostLane::id)
       .def_prop_ro("cuda_report",
                    [](const HostLane& lane) -> std::optional<CudaReport> {
@@ -404,6 +412,17 @@ NB_MODULE(_cpu_paged_attn, m) {
            "chunks"_a = nb::none(), "chunk_tables"_a = nb::none(), "uses"_a = 0,
            nb::kw_only(), "window"_a = 0)
       .def("plan_in_use", &HostLane::PlanInUse, "index"_a)
+      .def_prop_ro(
+          "num_swaps_out",
+          [](const HostLane& lane) {
+            return lane.cuda() == nullptr ? 0u : lane.cuda()->num_swaps_out();
+          })
+      .def(
+          "await_swaps_out",
+          [](HostLane& lane, uint32_t count) {
+            if (lane.cuda() != nullptr) lane.cuda()->AwaitSwapsOut(count);
+          },
+          "count"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("drain", &Drain, "timeout_s"_a)
       .def("error",
            [](const HostLane& lane) -> std::optional<std::string> {

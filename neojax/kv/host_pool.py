@@ -52,12 +52,16 @@ class HostPool:
         scale: float,
         window: int | None = None,
         max_chunk_tokens: int,
+        max_swap_blocks: int,
         num_threads: int | None = None,
         bind: str = "auto",
         isa: str | None = None,
         rolling_rows: int = 0,
     ) -> None:
-        """window: tokens that each token looks back, its own included; None: all."""
+        """window: tokens that each token looks back, its own included; None: all.
+
+        max_swap_blocks: blocks of one layer, times layers, that one call moves at most.
+        """
         host_attention.ensure_registered()
         self._window = window or 0
         self.num_blocks = num_blocks
@@ -102,6 +106,7 @@ class HostPool:
             self._num_plans,
             cuda_device=host_attention.cuda_device(),
             staging_bytes=staging_bytes,
+            swap_bytes=max_swap_blocks * geometry.block_bytes // geometry.num_layers,
             isa=isa or "",
             deep_slots=geometry.num_layers + 1 if rolling_rows else 0,
             deep_rows=rolling_rows,
@@ -176,6 +181,15 @@ class HostPool:
             num_calls=num_calls,
             isa=self.lane.isa,
         )
+
+    @property
+    def num_swaps_out(self) -> int:
+        """Calls that moved blocks to the arena, launched so far."""
+        return self.lane.num_swaps_out
+
+    def await_swaps_out(self, count: int) -> None:
+        """Wait until the first `count` of them have reached it, or failed: see `error`."""
+        self.lane.await_swaps_out(count)
 
     def error(self) -> str | None:
         """What went wrong in a worker since the last `reset`."""

@@ -15,7 +15,8 @@ ROLLING: as DEVICE_ONLY, with a group of host rows passing through each layer (s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -26,6 +27,10 @@ from neojax.runner.rolling import Parked, RollingPrograms
 from neojax.runner.scores import Scores
 from neojax.runner.shapes import AttentionShape
 from neojax.runner.stages import KV, Leaves
+
+AfterLayer: TypeAlias = Callable[[int], None]
+"""Called when a layer of every sub-batch has been launched, in ascending order and at last with
+the last: what else the step does is spread between."""
 
 
 class Batch(NamedTuple):
@@ -74,7 +79,12 @@ class DeviceState:
         self.parked = parked  # one a layer; empty without ROLLING programs
 
 
-def run_device_only(state: DeviceState, batch: Batch, layers_per_program: int) -> Sampled:
+def run_device_only(
+    state: DeviceState,
+    batch: Batch,
+    layers_per_program: int,
+    after_layer: AfterLayer = lambda layer: None,
+) -> Sampled:
     """Launch a DEVICE_ONLY step."""
     programs = batch.programs
     layers = programs.layers[batch.attention]
@@ -83,10 +93,16 @@ def run_device_only(state: DeviceState, batch: Batch, layers_per_program: int) -
         group = slice(first, first + layers_per_program)
         pools, x = layers(state.layers[group], tuple(state.pools[group]), packed, x)
         state.pools[group] = pools
+        after_layer(first + len(pools) - 1)
     return _head(state, batch, packed, x)
 
 
-def run_rolling(state: DeviceState, batch: Batch, layers_per_program: int) -> Sampled:
+def run_rolling(
+    state: DeviceState,
+    batch: Batch,
+    layers_per_program: int,
+    after_layer: AfterLayer = lambda layer: None,
+) -> Sampled:
     """Launch a ROLLING step."""
     programs = batch.programs
     assert isinstance(programs, RollingPrograms)
@@ -107,17 +123,22 @@ def run_rolling(state: DeviceState, batch: Batch, layers_per_program: int) -> Sa
         state.pools[group], state.parked[group] = pools, parked
         if scratch is not None:
             state.scratch[:] = scratch
+        after_layer(first + len(pools) - 1)
     return _head(state, batch, packed, x)
 
 
-def run_pipelined(state: DeviceState, batches: list[Batch]) -> list[Sampled]:
+def run_pipelined(
+    state: DeviceState, batches: list[Batch], after_layer: AfterLayer = lambda layer: None
+) -> list[Sampled]:
     """Launch a PIPELINED step of one or two sub-batches."""
     lanes = [SubBatchLane(state, batch) for batch in batches]
     for lane in lanes:
         lane.enter()
+    after_layer(0)
     for layer in range(1, len(state.layers)):
         for lane in lanes:
             lane.linear(layer)
+        after_layer(layer)
     return [lane.leave() for lane in lanes]
 
 

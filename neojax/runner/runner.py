@@ -39,6 +39,7 @@ from neojax.runner.rolling import Register, RollingPrograms, rolling_signatures
 from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
 from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages, head_full
 from neojax.runner.step_handle import StepHandle, wants_logprobs
+from neojax.runner.swap import Swapper, chunk_blocks, spread
 from neojax.runner.step_meta import MetaLayout
 from neojax.scheduler.costs import CostTables
 from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
@@ -97,6 +98,8 @@ class Runner:
                 scale=attention.scale(c.head_dim),
                 window=c.sliding_window,
                 max_chunk_tokens=config.max_num_batched_tokens,
+                max_swap_blocks=config.layers_per_program
+                * chunk_blocks(geometry, config.layers_per_program),
                 num_threads=config.cpu_threads,
                 bind=config.cpu_bind,
                 isa=config.cpu_isa,
@@ -132,6 +135,11 @@ class Runner:
         )
         self._programs = self._make_programs()
         self._park_groups()
+        self._swapper: Swapper | None = None
+        if self.host is not None:
+            self._swapper = Swapper(
+                self._state, geometry, self.host.lane.id, config.layers_per_program
+            )
 
     @property
     def num_compiles(self) -> int:
@@ -156,19 +164,25 @@ class Runner:
         wants_logits: keep the sampled rows' logits, for inspection; compiles on first use.
         """
         state, group = self._state, self.config.layers_per_program
+        swaps = spread(self._swapper, plan.swaps, self.geometry.num_layers)
         if plan.mode is Mode.ROLLING:
             batch = self._rolling_batch(plan)._replace(wants_logits=wants_logits)
-            return StepHandle(plan, [lanes.run_rolling(state, batch, group)], self.host)
+            sampled = [lanes.run_rolling(state, batch, group, swaps)]
+            return StepHandle(plan, sampled, self.host, swaps.done)
+        if not any(plan.sub_batches):
+            swaps(self.geometry.num_layers - 1)
+            return StepHandle(plan, [], self.host, swaps.done)
         batches = [
             self._batch(batch, index)._replace(wants_logits=wants_logits)
             for index, batch in enumerate(plan.sub_batches)
         ]
         if plan.mode is Mode.DEVICE_ONLY:
             (batch,) = batches
-            sampled, host = [lanes.run_device_only(state, batch, group)], None
+            sampled = [lanes.run_device_only(state, batch, group, swaps)]
+            host = self.host if plan.swaps else None
         else:
-            sampled, host = lanes.run_pipelined(state, batches), self.host
-        return StepHandle(plan, sampled, host)
+            sampled, host = lanes.run_pipelined(state, batches, swaps), self.host
+        return StepHandle(plan, sampled, host, swaps.done)
 
     def recover(self) -> None:
         """After a failed step: wait for the lane, make new device pools. Host KV stays."""
@@ -242,6 +256,9 @@ class Runner:
             self._counter.close()
 
     def _warm_up_host(self) -> None:
+        assert self._swapper is not None
+        for launch in self._swapper.empty_launches():
+            launch()
         shapes = [*self._buckets.device_shapes, *self._buckets.host_shapes]
         for i, shape in enumerate(shapes):
             b1 = self._buckets.host_shapes[i % len(self._buckets.host_shapes)]
@@ -429,6 +446,7 @@ class Runner:
             ),
             *head_signatures(self._programs.values(), arguments),
             *self._logit_rows.signatures(state.logit_state),
+            *(() if self._swapper is None else self._swapper.signatures()),
         ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from neojax.kv.host_pool import HostPool
@@ -19,15 +20,27 @@ class HostLaneError(RuntimeError):
 
 
 class StepHandle:
-    """A step in flight."""
+    """A step in flight.
 
-    def __init__(self, plan: Plan, sampled: Sequence[Sampled], host: HostPool | None) -> None:
+    sampled: none where a plan has nothing but swaps. swaps: ready once the device has made them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        sampled: Sequence[Sampled],
+        host: HostPool | None,
+        swaps: Sequence[jax.Array] = (),
+    ) -> None:
         self._sampled = sampled
+        batches = plan.sub_batches if sampled else ()
         # Rows of the sub-batches, or of all that a ROLLING step completes.
-        groups = [plan.rows] if len(sampled) == 1 else [batch.rows for batch in plan.sub_batches]
+        groups = [plan.rows] if len(sampled) == 1 else [batch.rows for batch in batches]
         self._rows = [[row for row in group if row.samples] for group in groups]
-        self._scored = [list(scored_rows(batch)) for batch in plan.sub_batches]
+        self._scored = [list(scored_rows(batch)) for batch in batches]
         self._host = host
+        self._swaps = swaps
+        self._num_swaps_out = host.num_swaps_out if host is not None and swaps else 0
         for result in sampled:
             result.tokens.copy_to_host_async()
         if any(wants_logprobs(row) for row in plan.rows):
@@ -45,6 +58,9 @@ class StepHandle:
         tokens: list[int] = []
         for sampled, rows in zip(self._sampled, self._rows, strict=True):
             tokens += np.asarray(sampled.tokens)[: len(rows)].tolist()
+        if self._host is not None and self._swaps:
+            jax.block_until_ready(self._swaps)
+            self._host.await_swaps_out(self._num_swaps_out)
         if self._host is not None and (error := self._host.error()):
             raise HostLaneError(error)
         return tokens

@@ -2,18 +2,19 @@
 
     PYTHONPATH=. python -m tests.gpu.lane_bench [--section hop pipelined rolling chunks]
 
-Weights of eight layers are used in turn, so that none is in a cache when it is read. `--tiny`
-runs it on small shapes, to see that it works. Each figure is the median of several steps.
+`--tiny` runs it on small shapes, to see that it works. Each figure is the median of several
+steps. `pipelined` takes `--budget` seconds at most, the grid's points in an order that shows its
+corners first.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import json
 import os
-import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from neojax.environment import device_environment
 
@@ -25,265 +26,96 @@ import numpy as np
 
 from neojax import _cpu_paged_attn as native
 from neojax.ops import host_attention
+from tests.gpu.layers import TINY, Host, Model, Shape, SubBatches, time_steps
 
-DISTINCT = 8
 SECTIONS = ("hop", "pipelined", "rolling", "chunks")
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A model's layer."""
-
-    num_layers: int = 32
-    width: int = 4096
-    ffn: int = 14336
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-
-    @property
-    def q_width(self) -> int:
-        return self.num_q_heads * self.head_dim
-
-    @property
-    def row_width(self) -> int:
-        return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
+def hop_us(model: Model, programs: SubBatches) -> float:
+    """One job in flight and no host rows: what a step costs with the calls, less without."""
+    layers = model.shape.num_layers
+    without, _ = time_steps(programs.only_b1)
+    with_calls, _ = time_steps(programs.b1_with_calls)
+    # `without` has a linear stage more than `with_calls`, which enters and leaves instead.
+    return (with_calls - without * (layers - 1) / layers) / layers
 
 
-TINY = Shape(4, 64, 128, 4, 2, 16)
-
-
-class Model:
-    """Weights, and the linear stage: second half of a layer, first half of the next."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = s = shape
-
-        @jax.jit
-        def make(key: jax.Array) -> tuple[jax.Array, ...]:
-            sizes = (
-                (s.width, s.row_width),
-                (s.q_width, s.width),
-                (s.width, 2 * s.ffn),
-                (s.ffn, s.width),
-            )
-            keys = jax.random.split(key, len(sizes))
-            return tuple(
-                jax.random.normal(k, size, jnp.bfloat16) * jnp.bfloat16(0.02)
-                for k, size in zip(keys, sizes, strict=True)
-            )
-
-        distinct = [make(jax.random.key(i)) for i in range(min(DISTINCT, s.num_layers))]
-        self.layers = [distinct[i % len(distinct)] for i in range(s.num_layers)]
-
-    def linear(self, p: tuple[jax.Array, ...], x: jax.Array, a: jax.Array) -> tuple[jax.Array, ...]:
-        """x [T, D], attended a [T, N*H] -> x, rows [T, (N+2K)*H]."""
-        qkv, o, gate_up, down = p
-        x = x + jnp.dot(a, o)
-        gate, up = jnp.split(jnp.dot(norm(x), gate_up), 2, axis=1)
-        x = x + jnp.dot(jax.nn.silu(gate) * up, down)
-        return x, jnp.dot(norm(x), qkv)
-
-    def start(
-        self, rows: jax.Array, hdr: jax.Array, tie: jax.Array, lane: int, channel: int
-    ) -> tuple:
-        return host_attention.start(rows, hdr, tie, lane=lane, channel=channel)
-
-    def join(self, ticket: jax.Array, tie: jax.Array, lane: int, channel: int, rows: int) -> tuple:
-        return host_attention.join(
-            ticket, tie, lane=lane, channel=channel, num_rows=rows,
-            num_q_heads=self.shape.num_q_heads, head_dim=self.shape.head_dim, dtype=jnp.bfloat16,
-        )  # fmt: skip
-
-
-def norm(x: jax.Array) -> jax.Array:
-    """RMS norm without a weight."""
-    y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=1, keepdims=True) + np.float32(1e-5))).astype(
-        x.dtype
-    )
-
-
-class Host:
-    """An arena of a few layers, used in turn, and a lane over it."""
-
-    def __init__(
-        self, shape: Shape, rows: int, context: int, *, channels: int, chunks: int = 0
-    ) -> None:
-        blocks = rows * -(-context // 16)
-        # Enough that no layer is left in a cache; not so much that touching it takes long.
-        layer_bytes = blocks * 16 * 2 * shape.num_kv_heads * shape.head_dim * 2
-        self.num_layers = int(min(shape.num_layers, max(2, (4 << 30) // max(layer_bytes, 1))))
-        self.pool = native.WorkerPool()
-        self.cache = native.HostKVCache(
-            self.num_layers, blocks, shape.num_kv_heads, shape.head_dim, 16, "bfloat16", self.pool
-        )
-        self.lane = native.HostLane(
-            self.cache, self.pool, shape.num_q_heads, channels, rows, shape.head_dim**-0.5,
-            cuda_device=host_attention.cuda_device(),
-        )  # fmt: skip
-        self.tables = np.arange(blocks, dtype=np.int32).reshape(rows, -1)
-        self.lens = np.full(rows, context, np.int32)
-        self.rows = rows
-        self.num_calls = shape.num_layers
-
-    def hdrs(self, n: int) -> list[jax.Array]:
-        """One a layer of the model."""
-        return [
-            jnp.asarray([0, layer % self.num_layers, n], jnp.int32)
-            for layer in range(self.num_calls)
-        ]
-
-    def arm(self) -> None:
-        self.lane.set_plan(0, self.lens, self.tables, uses=1_000_000)
-
-    def busy(self) -> tuple[int, int]:
-        counters = self.lane.counters()
-        return counters["busy_ns"], counters["jobs"]
-
-    def close(self) -> None:
-        assert self.lane.error() is None, self.lane.error()
-        self.lane.drain(20)
-        self.lane.close()
-        self.pool.close()
-
-
-def time_steps(step: Callable[[], object], repeats: int = 12) -> tuple[float, float]:
-    """Microseconds of a step, and of its launches alone. Three steps warm up."""
-    for _ in range(3):
-        jax.block_until_ready(step())
-    whole, launches = [], []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        result = step()
-        launched = time.perf_counter()
-        jax.block_until_ready(result)
-        whole.append(time.perf_counter() - began)
-        launches.append(launched - began)
-    return statistics.median(whole) * 1e6, statistics.median(launches) * 1e6
-
-
-class SubBatches:
-    """PIPELINED programs of one layer: b0 on the device alone, b1 attended by the host."""
-
-    def __init__(self, model: Model, host: Host, b0: int, n: int) -> None:
-        self.model, self.host = model, host
-        lane, rows, s = host.lane.id, host.rows, model.shape
-
-        def b0_stage(p: tuple, x: jax.Array, a: jax.Array) -> tuple:
-            x, qkv = model.linear(p, x, a)
-            return x * jnp.bfloat16(0.5), qkv[:, : s.q_width]
-
-        def b1_stage(p: tuple, x: jax.Array, hdr: jax.Array, ticket: jax.Array) -> tuple:
-            out, x = model.join(ticket, x, lane, 0, rows)
-            x, qkv = model.linear(p, x, out)
-            ticket, x = model.start(qkv, hdr, x * jnp.bfloat16(0.5), lane, 0)
-            return x, ticket
-
-        def enter(x: jax.Array, hdr: jax.Array) -> tuple:
-            qkv = jnp.zeros((rows, s.row_width), x.dtype) + x[:, :1]
-            ticket, x = model.start(qkv, hdr, x, lane, 0)
-            return x, ticket
-
-        def leave(x: jax.Array, ticket: jax.Array) -> jax.Array:
-            out, x = model.join(ticket, x, lane, 0, rows)
-            return x + out[:, :1]
-
-        self.b0_stage = jax.jit(b0_stage, donate_argnums=(1, 2))
-        self.b1_stage = jax.jit(b1_stage, donate_argnums=1)
-        self.enter = jax.jit(enter, donate_argnums=0)
-        self.leave = jax.jit(leave, donate_argnums=0)
-        self.x0 = jnp.ones((b0, s.width), jnp.bfloat16)
-        self.a0 = jnp.ones((b0, s.q_width), jnp.bfloat16)
-        self.x1 = jnp.ones((rows, s.width), jnp.bfloat16)
-        self.a1 = jnp.ones((rows, s.q_width), jnp.bfloat16)
-        self.hdrs = host.hdrs(n)
-
-    def only_b0(self) -> jax.Array:
-        for p in self.model.layers:
-            self.x0, self.a0 = self.b0_stage(p, self.x0, self.a0)
-        return self.x0
-
-    def only_b1(self) -> jax.Array:
-        """b1's linear stages without start and join."""
-        for p in self.model.layers:
-            self.x1, self.a1 = self.b0_stage(p, self.x1, self.a1)
-        return self.x1
-
-    def b1_with_calls(self) -> jax.Array:
-        self.x1, ticket = self.enter(self.x1, self.hdrs[0])
-        for layer, p in enumerate(self.model.layers[1:], 1):
-            self.x1, ticket = self.b1_stage(p, self.x1, self.hdrs[layer], ticket)
-        self.x1 = self.leave(self.x1, ticket)
-        return self.x1
-
-    def both(self) -> tuple[jax.Array, jax.Array]:
-        layers = self.model.layers
-        self.x1, ticket = self.enter(self.x1, self.hdrs[0])
-        for layer, p in enumerate(layers):
-            self.x0, self.a0 = self.b0_stage(p, self.x0, self.a0)
-            if layer + 1 < len(layers):
-                self.x1, ticket = self.b1_stage(
-                    layers[layer + 1], self.x1, self.hdrs[layer + 1], ticket
-                )
-        self.x1 = self.leave(self.x1, ticket)
-        return self.x0, self.x1
-
-
-def hop(model: Model) -> None:
-    """One job in flight, no host rows: with the calls less without them."""
+def hop(model: Model) -> dict[int, float]:
+    """Microseconds of a hop, by rows."""
+    found = {}
     for rows in (8, 64):
         host = Host(model.shape, rows, 16, channels=1)
         host.arm()
-        programs = SubBatches(model, host, 8, 0)
-        layers = model.shape.num_layers
-        without, launch_without = time_steps(programs.only_b1)
-        with_calls, launch_with = time_steps(programs.b1_with_calls)
-        # `without` has a linear stage more than `with_calls`, which enters and leaves instead.
-        cost = (with_calls - without * (layers - 1) / layers) / layers
+        found[rows] = hop_us(model, SubBatches(model, host, 8, 0))
         print(
-            f"hop, {rows} rows, one in flight: {cost:.1f} us a hop (step {with_calls:.0f} us, "
-            f"without calls {without:.0f}); launches {launch_with / layers:.1f} us a layer, "
-            f"without {launch_without / layers:.1f}; ties not in place "
+            f"hop, {rows} rows, one in flight: {found[rows]:.1f} us; ties not in place "
             f"{host.lane.counters()['tie_copies']}",
             flush=True,
         )
         host.close()
+    return found
 
 
-def pipelined(model: Model) -> None:
-    """Layer time against two queues: b0's stage beside the host, then b1's."""
+GRID = [
+    (b0, rows, context)
+    for context, rows, b0s in (
+        (512, 32, (256, 1024)),
+        (2048, 8, (256, 1024)),
+        (512, 8, (64, 256, 1024, 2048)),
+        (512, 64, (1024, 2048)),
+        (2048, 32, (1024, 2048)),
+        (2048, 64, (2048,)),
+        (512, 32, (64, 2048)),
+        (2048, 8, (64, 2048)),
+        (512, 64, (64, 256)),
+        (2048, 32, (64, 256)),
+        (2048, 64, (64, 256, 1024)),
+    )
+    for b0 in b0s
+]
+"""b0 tokens 64 to 2048, 8 to 64 host rows, contexts of 512 and 2048."""
+
+
+def pipelined(model: Model, budget_s: float) -> list[dict[str, float]]:
+    """Layer time against two queues: b0's stage beside the host and its hop, then b1's."""
     layers = model.shape.num_layers
-    grid = [
-        (512, 8, 512),
-        (64, 8, 512),
-        (512, 48, 512),
-        (256, 32, 512),
-        (1024, 32, 2048),
-        (2048, 64, 512),
-    ]
-    if model.shape == TINY:
-        grid = [(16, 4, 64)]
-    for b0, rows, context in grid:
+    deadline = time.monotonic() + budget_s
+    hops: dict[int, float] = {}
+    points = []
+    for b0, rows, context in [(16, 4, 64)] if model.shape == TINY else GRID:
+        if time.monotonic() > deadline:
+            break
         host = Host(model.shape, rows, context, channels=1)
         host.arm()
+        if rows not in hops:
+            hops[rows] = hop_us(model, SubBatches(model, host, b0, 0))
         programs = SubBatches(model, host, b0, rows)
         gpu0 = time_steps(programs.only_b0, 5)[0] / layers
         gpu1 = time_steps(programs.only_b1, 5)[0] / layers
         time_steps(programs.both, 1)
         before = host.busy()
-        step, launch = (value / layers for value in time_steps(programs.both))
+        step, launch = (value / layers for value in time_steps(programs.both, 8))
         after = host.busy()
         cpu = (after[0] - before[0]) / max(after[1] - before[1], 1) / 1e3
-        ideal = max(gpu0, cpu) + gpu1
-        gib = rows * context * 2 * model.shape.num_kv_heads * model.shape.head_dim * 2 / cpu / 1e3
+        ideal = max(gpu0, cpu + hops[rows]) + gpu1
+        gbps = rows * context * 2 * model.shape.num_kv_heads * model.shape.head_dim * 2 / cpu / 1e3
+        hidden = max(0.0, 1 - max(0.0, step - gpu0 - gpu1) / cpu)
+        points.append(
+            {
+                "b0": b0, "rows": rows, "context": context, "us": step, "predicted_us": ideal,
+                "ratio": step / ideal, "hidden": hidden, "b0_us": gpu0, "b1_us": gpu1,
+                "host_us": cpu, "hop_us": hops[rows],
+            }
+        )  # fmt: skip
         print(
             f"pipelined, b0 {b0}, {rows} host rows of {context}: {step:.0f} us a layer, two queues "
-            f"{ideal:.0f} ({step / ideal:.3f}x); b0 {gpu0:.0f}, host {cpu:.0f} ({gib:.0f} GB/s), "
+            f"{ideal:.0f} ({step / ideal:.3f}x), {100 * hidden:.0f} % of the host hidden; "
+            f"b0 {gpu0:.0f}, host {cpu:.0f} ({gbps:.0f} GB/s), hop {hops[rows]:.0f}, "
             f"b1 {gpu1:.0f}, launches {launch:.0f}",
             flush=True,
         )
         host.close()
+    return points
 
 
 def rolling(model: Model) -> None:
@@ -432,6 +264,8 @@ def main() -> None:
     )
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path, help="also write what the sections found here")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds for `pipelined`")
     args = parser.parse_args()
     host_attention.ensure_registered()
     model = Model(TINY if args.tiny else Shape())
@@ -442,10 +276,16 @@ def main() -> None:
         flush=True,
     )
     host.close()
+    found = {}
     for name in args.section:
         began = time.monotonic()
-        {"hop": hop, "pipelined": pipelined, "rolling": rolling, "chunks": chunks}[name](model)
+        if name == "pipelined":
+            found[name] = pipelined(model, args.budget)
+        else:
+            found[name] = {"hop": hop, "rolling": rolling, "chunks": chunks}[name](model)
         print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

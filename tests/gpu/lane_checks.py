@@ -1,6 +1,7 @@
-"""start, join, store and fetch on the default device, compared with numpy. Needs no pytest:
+"""start, join, store and fetch on the default device, compared with numpy. Needs no pytest, and
+runs the swaps' checks too:
 
-    PYTHONPATH=. python -m tests.gpu.lane_checks
+    PYTHONPATH=. python -m tests.gpu.lane_checks [WORD...]
 
 Shapes are odd on purpose. Rows of a layer depend on what the layer before attended, so that an
 early, late or swapped result shows in everything after it.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -23,6 +25,7 @@ import numpy as np
 
 from neojax import _cpu_paged_attn as native
 from neojax.ops import host_attention
+from tests.gpu import swap_checks
 from tests.native.reference import DTYPES, TOLERANCE, reference, relative_error
 
 NUM_LAYERS = 9
@@ -53,7 +56,13 @@ class Rig:
         self.pool.close()
 
 
-def make_rig(dtype: str, *, max_rows: int = 5, staging_bytes: int = 1 << 16) -> Rig:
+def make_rig(
+    dtype: str,
+    *,
+    max_rows: int = 5,
+    staging_bytes: int = 1 << 16,
+    memory_operations: bool = True,
+) -> Rig:
     """Sequences of LENS, less their newest token, in shuffled blocks."""
     rng = np.random.default_rng(7)
     pool = native.WorkerPool()
@@ -61,6 +70,7 @@ def make_rig(dtype: str, *, max_rows: int = 5, staging_bytes: int = 1 << 16) -> 
     lane = native.HostLane(
         cache, pool, NUM_Q_HEADS, 2, max_rows, SCALE,
         cuda_device=host_attention.cuda_device(), staging_bytes=staging_bytes, watchdog_s=20,
+        memory_operations=memory_operations,
     )  # fmt: skip
     blocks = iter(rng.permutation(100).astype(np.int32))
     rig = Rig(lane, cache, pool, DTYPES[dtype], [], [], [])
@@ -202,11 +212,13 @@ def run_steps(rig: Rig, launch: Callable, num_steps: int) -> list[np.ndarray]:
     return [np.asarray(array) for array in found]
 
 
-def check_decodes(dtype: str, launch: Callable, num_steps: int = 4) -> str:
+def check_decodes(
+    dtype: str, launch: Callable, num_steps: int = 4, memory_operations: bool = True
+) -> str:
     """Three job delays give the same bits, and those are numpy's numbers."""
     runs = []
     for delay_us in DELAYS_US:
-        rig = make_rig(dtype)
+        rig = make_rig(dtype, memory_operations=memory_operations)
         fill(rig)
         rig.lane.set_delay_us(delay_us)
         runs.append(run_steps(rig, launch, num_steps))
@@ -220,6 +232,8 @@ def check_decodes(dtype: str, launch: Callable, num_steps: int = 4) -> str:
         for index, (a, b) in enumerate(zip(run, runs[0], strict=True)):
             np.testing.assert_array_equal(a, b, err_msg=f"array {index} at {delay_us} us a job")
     worst = compare(last, runs[0], num_steps, dtype)
+    if last.lane.cuda_report is not None and launch is launch_one_program:
+        assert counters["tie_copies"] > 0, "no tie was copied: the path that copies them is idle"
     last.close()
     return (
         f"error {worst:.1e}, ties not in place {counters['tie_copies']} of {2 * counters['starts']}"
@@ -255,10 +269,10 @@ def compare(rig: Rig, found: list[np.ndarray], num_steps: int, dtype: str) -> fl
     return worst
 
 
-def check_prefills(dtype: str, delay_us: int) -> str:
+def check_prefills(dtype: str, delay_us: int, memory_operations: bool = True) -> str:
     """Chunks through a ring far too small for them, their prefixes back, and at once a decode."""
     num_tokens, num_slots = 301, 260
-    rig = make_rig(dtype, staging_bytes=1 << 14)
+    rig = make_rig(dtype, staging_bytes=1 << 14, memory_operations=memory_operations)
     rig.cache.fill(float("nan"))
     rig.lane.set_delay_us(delay_us)
     stages = Stages(rig)
@@ -388,6 +402,15 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
                 f"prefills {dtype} delay {delay_us} us",
                 lambda dtype=dtype, delay_us=delay_us: check_prefills(dtype, delay_us),
             )
+    if host_attention.cuda_device() is not None:
+        yield (
+            "decodes with host functions",
+            lambda: check_decodes("float32", launch_pipelined, memory_operations=False),
+        )
+        yield (
+            "prefills with host functions",
+            lambda: check_prefills("bfloat16", 2000, memory_operations=False),
+        )
     yield "failures", check_failures
 
 
@@ -397,8 +420,8 @@ def set_up() -> None:
     host_attention.ensure_registered()
 
 
-def main() -> int:
-    """Run all checks; the number of failures."""
+def main(words: list[str]) -> int:
+    """Run the checks whose names hold one of the words, or all; the number of failures."""
     set_up()
     rig = make_rig("bfloat16")
     print(
@@ -407,10 +430,12 @@ def main() -> int:
     )
     rig.close()
     failures = 0
-    for name, check in checks():
+    for name, check in (*swap_checks.checks(), *checks()):
+        if words and not any(word in name for word in words):
+            continue
         began = time.monotonic()
         try:
-            result = "ok: " + check()
+            result = "ok: " + (check() or "")
         except Exception as error:
             failures += 1
             result = f"FAILED: {type(error).__name__}: {error}"
@@ -420,4 +445,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Threads of a device that hangs would keep the process: leave at once.
-    os._exit(1 if main() else 0)
+    os._exit(1 if main(sys.argv[1:]) else 0)

@@ -50,6 +50,7 @@ def test_every_program_of_the_closed_set_was_compiled(warmed_up):
     assert names == {
         "embed", "layers", "enter", "linear", "leave", "attend", "attend_host_chunks",
         "head_greedy", "head_sample", "head_full", "write_request", "write_masks",
+        "swap_out", "start_swap_in", "join_swap_in",
     }  # fmt: skip
 
 
@@ -67,10 +68,10 @@ def test_the_default_flags_need_at_most_120_programs():
     c = EngineConfig()
     buckets = Buckets.of(c.max_num_batched_tokens, c.max_num_seqs, 512, has_host=True, is_gpu=False)
     # Counted as `signatures` yields them: 9 per token bucket, 9 per host bucket of both channels,
-    # a full head per number of rows, and two that write the logit state.
+    # a full head per number of rows, two that write the logit state, and three for swaps.
     per_host_shape = 2 * 3 + 3
     num_full = len({*buckets.tokens, *buckets.host_rows})
-    num_programs = 9 * len(buckets.tokens) + per_host_shape * len(buckets.host_rows) + num_full + 2
+    num_programs = 9 * len(buckets.tokens) + per_host_shape * len(buckets.host_rows) + num_full + 5
     assert num_programs <= 120
 
 
