@@ -218,3 +218,12 @@ class Spread:
         """Everything up to `layer` has been launched: make the calls that are due."""
         due = len(self._launches) * (layer + 1) // self._num_layers
         self.done += [launch() for launch in self._launches[len(self.done) : due]]
+
+
+def spread(swapper: Swapper | None, swaps: Sequence[Swap], num_layers: int) -> Spread:
+    """A step's swaps over its layers. ValueError where there is no host pool to swap with."""
+    if not swaps:
+        return Spread([], num_layers)
+    if swapper is None:
+        raise ValueError("the plan has swaps, and this engine has no host KV memory")
+    return Spread(swapper.launches(swaps), num_layers)
