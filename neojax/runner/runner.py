@@ -39,8 +39,8 @@ from neojax.runner.rolling import Register, RollingPrograms, rolling_signatures
 from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
 from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages, head_full
 from neojax.runner.step_handle import StepHandle, wants_logprobs
-from neojax.runner.swap import Swapper, chunk_blocks, spread
 from neojax.runner.step_meta import MetaLayout
+from neojax.runner.swap import Swapper, chunk_blocks, spread
 from neojax.scheduler.costs import CostTables
 from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
 
