@@ -17,6 +17,7 @@ import jax
 
 from neojax.engine.outputs import Reading, message_of
 from neojax.engine.report import EngineStats, RequestTokens
+from neojax.kv.host_pool import HostWork
 from neojax.runner.runner import Runner
 from neojax.runner.sampling import NOT_FINITE
 from neojax.runner.step_handle import HostLaneError, StepHandle
@@ -150,6 +151,7 @@ class EngineCore:
         """A snapshot for metrics and logs."""
         pools, running = self.scheduler.pools, self.scheduler.running
         on_host = sum(r.placement is Placement.HOST for r in running)
+        host = self.runner.host.work() if self.runner.host is not None else HostWork(0.0, 0)
         return EngineStats(
             num_running_device=len(running) - on_host,
             num_running_host=on_host,
@@ -166,6 +168,8 @@ class EngineCore:
             requests_placed_device=self.scheduler.num_placed[Placement.DEVICE],
             requests_placed_host=self.scheduler.num_placed[Placement.HOST],
             last_step_unix_s=self._last_step_s,
+            host_attention_busy_s=host.busy_s,
+            host_attention_bytes=host.num_bytes,
             num_not_finite=self._num_not_finite,
         )
 

@@ -53,4 +53,6 @@ class EngineStats:
     requests_placed_device: int
     requests_placed_host: int
     last_step_unix_s: float
+    host_attention_busy_s: float = 0.0
+    host_attention_bytes: int = 0  # K and V that host attention has read
     num_not_finite: int = 0  # requests ended because their logits were not finite

@@ -39,6 +39,13 @@ class HostPlan(NamedTuple):
     chunk_tables: np.ndarray  # i32[C, W]
 
 
+class HostWork(NamedTuple):
+    """What the host attention has done since the pool was made."""
+
+    busy_s: float
+    num_bytes: int  # of K and V that the rows' contexts hold
+
+
 class HostPool:
     """KV of HOST requests in the library's own memory, and the workers that attend to it."""
 
@@ -190,6 +197,12 @@ class HostPool:
     def await_swaps_out(self, count: int) -> None:
         """Wait until the first `count` of them have reached it, or failed: see `error`."""
         self.lane.await_swaps_out(count)
+
+    def work(self) -> HostWork:
+        """Totals of all jobs so far."""
+        counters = self.lane.counters()
+        layer_bytes = self._geometry.token_bytes // self._geometry.num_layers
+        return HostWork(counters["busy_ns"] / 1e9, counters["tokens"] * layer_bytes)
 
     def error(self) -> str | None:
         """What went wrong in a worker since the last `reset`."""

@@ -47,6 +47,8 @@ class TextGeneration:
         """admit: raises ApiError when there is no room; asked in the moment of entering."""
         self._generation = generation
         self._admit = admit
+        self._choices = choices
+        self._metrics = metrics
         self._texts = [
             _ChoiceText(choice, text_model, metrics, arrival_s, index)
             for index, choice in enumerate(choices)
@@ -57,6 +59,9 @@ class TextGeneration:
         # Here, where the requests begin to count: requests that arrive together must not all see
         # the same room.
         self._admit()
+        self._metrics.admitted(
+            len(self._texts), (choice.params.max_tokens for choice in self._choices)
+        )
         self._generation.__enter__()
         return self
 
@@ -107,7 +112,7 @@ class _ChoiceText:
         self._eos_ids = text_model.tokenizer.eos_ids
         self._metrics = metrics
         self._arrival_s = arrival_s
-        self._last_token_s: float | None = None
+        self._first_token_s = self._last_token_s = 0.0
         self._index = index
         self.num_tokens = 0
         self.is_finished = False
@@ -140,6 +145,7 @@ class _ChoiceText:
             prompt_tokens=len(self._choice.prompt_ids),
             generation_tokens=self.num_tokens,
             latency_s=time.monotonic() - self._arrival_s,
+            decode_s=self._last_token_s - self._first_token_s,
         )
 
     def _push(
@@ -170,7 +176,8 @@ class _ChoiceText:
         return "".join(pieces)
 
     def _observe(self, arrival: Arrival) -> None:
-        if self._last_token_s is None:
+        if not self._last_token_s:
+            self._first_token_s = arrival.time_s
             self._metrics.time_to_first_token.observe(arrival.time_s - self._arrival_s)
         else:
             self._metrics.inter_token_latency.observe(arrival.time_s - self._last_token_s)

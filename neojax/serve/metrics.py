@@ -7,7 +7,7 @@ sees them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -66,6 +66,20 @@ class Metrics:
         self._generation_tokens = self._histogram(
             "request_generation_tokens", "Output length of finished requests", _LENGTH_BUCKETS
         )
+        self._time_per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of a finished request",
+            _ITL_BUCKETS_S,
+        )
+        self._decode_time = self._histogram(
+            "request_decode_time_seconds", "First to last token of a request", _LATENCY_BUCKETS_S
+        )
+        self._num_choices = self._histogram(
+            "request_params_n", "Choices asked for in a request", (1, 2, 5, 10, 20, 50, 100)
+        )
+        self._max_tokens = self._histogram(
+            "request_params_max_tokens", "Most tokens allowed, for each choice", _LENGTH_BUCKETS
+        )
         success = self._counter("request_success", "Finished requests", "finished_reason")
         self._success = {
             reason: success.labels(**self._labels, finished_reason=reason)
@@ -76,14 +90,30 @@ class Metrics:
         )
         self._registry.register(_EngineCollector(self, self._labels))
 
+    def admitted(self, num_choices: int, max_tokens: Iterable[int | None]) -> None:
+        """Note what one request asks for, and each of its choices."""
+        self._num_choices.observe(num_choices)
+        for each in max_tokens:
+            if each is not None:
+                self._max_tokens.observe(each)
+
     def finished(
-        self, finish_reason: str, *, prompt_tokens: int, generation_tokens: int, latency_s: float
+        self,
+        finish_reason: str,
+        *,
+        prompt_tokens: int,
+        generation_tokens: int,
+        latency_s: float,
+        decode_s: float,
     ) -> None:
-        """Count one choice that has ended."""
+        """Count one choice that has ended. decode_s: from its first token to its last."""
         self._success[finish_reason].inc()
         self._latency.observe(latency_s)
         self._prompt_tokens.observe(prompt_tokens)
         self._generation_tokens.observe(generation_tokens)
+        self._decode_time.observe(decode_s)
+        if generation_tokens > 1:
+            self._time_per_token.observe(decode_s / (generation_tokens - 1))
 
     def rejected(self, reason: str) -> None:
         """Count one request refused before it reached the engine."""
@@ -177,6 +207,27 @@ class _EngineCollector:
             "Requests by where their KV was placed",
             "placement",
             {"device": stats.requests_placed_device, "host": stats.requests_placed_host},
+        )
+        yield self._family(
+            counter,
+            "lane_busy_seconds",
+            "Time in which a lane computed",
+            "lane",
+            {"host_attention": stats.host_attention_busy_s},
+        )
+        yield self._family(
+            counter,
+            "host_attention_bytes",
+            "K and V that host attention has read",
+            None,
+            stats.host_attention_bytes,
+        )
+        yield self._family(
+            counter,
+            "requests_not_finite",
+            "Requests ended because their logits were not finite",
+            None,
+            stats.num_not_finite,
         )
         yield self._family(
             counter,

@@ -145,6 +145,8 @@ def test_a_tiny_device_pool_places_most_requests_on_the_host_with_the_same_answe
         )
         assert num_placed(tiny, "host") > len(QUESTIONS) / 2
         assert tiny.metric("iterations_total", mode="pipelined") > 0
+        assert tiny.metric("lane_busy_seconds_total", lane="host_attention") > 0
+        assert tiny.metric("host_attention_bytes_total") > 0
         wait_for(lambda: is_idle(tiny), "the pools are not empty")
         assert tiny.metric("compiles_after_ready_total") == 0
 

@@ -32,6 +32,13 @@ SERIES = {
     "e2e_request_latency_seconds": {"le"},
     "request_prompt_tokens": {"le"},
     "request_generation_tokens": {"le"},
+    "request_decode_time_seconds": {"le"},
+    "request_time_per_output_token_seconds": {"le"},
+    "request_params_n": {"le"},
+    "request_params_max_tokens": {"le"},
+    "lane_busy_seconds": {"lane"},
+    "host_attention_bytes": set(),
+    "requests_not_finite": set(),
 }
 
 
@@ -64,6 +71,10 @@ def test_counters_and_gauges_follow_the_requests(tiny_checkpoint: Path, tmp_path
         assert server.metric("inter_token_latency_seconds_count") == 9
         assert server.metric("e2e_request_latency_seconds_count") == 2
         assert server.metric("request_generation_tokens_sum") == 11
+        assert server.metric("request_time_per_output_token_seconds_count") == 2
+        assert server.metric("request_decode_time_seconds_sum") > 0
+        assert server.metric("request_params_n_sum") == 2
+        assert server.metric("request_params_max_tokens_sum") == 16 + 7
         assert server.metric("num_kv_blocks", pool="host") == 50
 
 
