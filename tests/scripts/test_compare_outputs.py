@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -33,8 +34,10 @@ class FakeScorer:
         return np.arange(10, dtype=np.float32)
 
 
-def run_of(script, *token_ids):
-    return script.Run(script.WAYS[0], [list(ids) for ids in token_ids], 0, 0, 0)
+def run_of(script, *token_ids, logprob=-1.0):
+    ids = [list(ids) for ids in token_ids]
+    logprobs = [[logprob] * len(tokens) for tokens in ids]
+    return script.Run(script.WAYS[0], ids, logprobs, 0, 0, 0, 0, 0)
 
 
 def test_differences_are_measured_at_the_first_token_that_differs(script, capsys):
@@ -43,12 +46,16 @@ def test_differences_are_measured_at_the_first_token_that_differs(script, capsys
     scorer = FakeScorer()
     assert script.compare(reference, reference, [[0], [9]], scorer) == []
     assert script.compare(other, reference, [[0], [9]], scorer) == [2.0]
+    drifted = dataclasses.replace(reference, logprobs=[[-1.0, -1.5, -1.0], [-1.0] * 3])
+    assert script.compare(drifted, reference, [[0], [9]], scorer) == []
     assert scorer.ids == [9, 4]
     rows = capsys.readouterr().out.splitlines()
     assert "2/2" in rows[0]
     assert "6/6" in rows[0]
     assert "1/2" in rows[1]
     assert "4/6" in rows[1]
+    assert "0.0e+00" in rows[1]
+    assert "5.0e-01" in rows[2]
 
 
 def test_an_answer_that_ends_early_is_never_a_tie(script):
@@ -56,7 +63,7 @@ def test_an_answer_that_ends_early_is_never_a_tie(script):
     assert script.compare(shorter, reference, [[0]], FakeScorer()) == [float("inf")]
 
 
-def test_the_report_of_a_tiny_model_finds_every_token_the_same(tiny_checkpoint, tmp_path):
+def test_the_report_of_a_tiny_model_finds_every_token_the_same(script, tiny_checkpoint, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\nanother, longer prompt\nthree\n")
     command = [sys.executable, str(SCRIPT), str(tiny_checkpoint), "--load-format", "dummy"]
@@ -64,6 +71,14 @@ def test_the_report_of_a_tiny_model_finds_every_token_the_same(tiny_checkpoint, 
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "Every token is the same." in result.stdout or "ties within" in result.stdout
-    rows = {line[:24].strip(): line[24:].split() for line in result.stdout.splitlines()}
-    assert rows["all on the host"][-2] == "3"
-    assert int(rows["all on the host"][-3]) > 0
+    rows = {line[:26].strip(): line[26:].split() for line in result.stdout.splitlines()}
+    header = ("pipelined", "rolling", "to host", "swapped", "preempted")
+    counts = {
+        name: dict(zip(header, map(int, cells[-5:]), strict=True))
+        for name, cells in rows.items()
+        if name in {way.name for way in script.WAYS}
+    }
+    assert set(counts) >= {way.name for way in script.WAYS if not way.needs_swap}
+    assert counts["all on the host"]["to host"] == 3
+    assert counts["all on the host"]["pipelined"] > 0
+    assert counts["rolling, half the blocks"]["rolling"] > 0
