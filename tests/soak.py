@@ -1,0 +1,249 @@
+"""Random load for a long time: every finished request must have the tokens of a DEVICE_ONLY rerun.
+
+    PYTHONPATH=. python -m tests.soak --seconds 1800 --log soak.jsonl
+
+A tiny float32 model, so that tokens are comparable. Placements, block limits, swaps of whole
+requests, late host jobs and aborts are drawn at random, by a new seed each run; a block that
+becomes free is overwritten with large values, so that whoever still reads it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from neojax.engine.core import EngineCore
+from neojax.runner.stages import KV
+from neojax.sampling_params import SamplingParams
+from neojax.scheduler.plan import Swap
+from neojax.scheduler.policy import OffloadPolicy
+from neojax.scheduler.request import Placement, Request
+from neojax.scheduler.situation import Situation
+from neojax.scheduler.swapping import Swapping
+from tests.engine.tiny import BASE, assert_same_tokens, run_all, tiny_engine, tiny_model
+
+POISON = 3e4
+"""Finite: masked tokens have a weight of exactly zero, which would not silence a NaN."""
+
+
+class RandomSwapping(Swapping):
+    """Moves any decode to the other side with some probability, where it has room."""
+
+    def __init__(self, engine: EngineCore, rng: random.Random, probability: float) -> None:
+        super().__init__(engine.scheduler.limits, engine.scheduler._memory)
+        self.rng = rng
+        self.probability = probability
+        self.count = 0
+
+    def schedule(
+        self, step: int, running: Sequence[Request], policy: OffloadPolicy, now: Situation
+    ) -> list[Swap]:
+        """Without regard to cost."""
+        swaps = []
+        for request in running:
+            if not (request.is_decoding and request.wants_more and request.progress.layer == 0):
+                continue
+            to = Placement.HOST if request.placement is Placement.DEVICE else Placement.DEVICE
+            there = sum(r.placement is to for r in running) + len(swaps)
+            need = self._memory.num_blocks(request.num_tokens) + there
+            if self.rng.random() < self.probability and need < self._memory.pools[to].num_free:
+                swaps.append(self._move(request, to, step))
+        self.count += len(swaps)
+        return swaps
+
+
+class Poisoner:
+    """Overwrites blocks of both pools as they become free."""
+
+    SIZE = 16
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.runner = engine.runner
+        self.count = 0
+        for placement, pool in engine.scheduler.pools.items():
+            pool.release = functools.partial(self._release, placement, pool, pool.release)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def fill(pools: list[KV], blocks: jax.Array) -> list[KV]:
+            return jax.tree.map(lambda x: x.at[blocks].set(POISON, mode="drop"), pools)
+
+        self._fill = fill
+
+    def _release(self, placement: Placement, pool, release, step: int) -> None:
+        before = len(pool._free)
+        release(step)
+        freed = list(pool._free)[before:]
+        self.count += len(freed)
+        for first in range(0, len(freed), self.SIZE):
+            some = np.asarray(freed[first : first + self.SIZE], np.int32)
+            if placement is Placement.HOST:
+                self._poison_host(some)
+            else:
+                padding = np.full(self.SIZE - len(some), pool.num_blocks, np.int32)
+                blocks = np.concatenate([some, padding])
+                self.runner._state.pools = self._fill(self.runner._state.pools, blocks)
+
+    def _poison_host(self, blocks: np.ndarray) -> None:
+        g, host = self.runner.geometry, self.runner.host
+        if host is None:
+            return
+        kv = np.full((len(blocks) * g.block_size, g.num_kv_heads, g.head_dim), POISON, g.dtype)
+        for layer in range(g.num_layers):
+            host._cache.write(layer, blocks, 0, kv, kv)
+
+
+@dataclasses.dataclass
+class Totals:
+    """What a soak has done so far."""
+
+    rounds: int = 0
+    requests: int = 0
+    tokens: int = 0  # compared
+    aborted: int = 0
+    swaps: int = 0
+    poisoned_blocks: int = 0
+    steps_pipelined: int = 0
+
+
+class Soak:
+    """Rounds of random load on one engine."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.engine = tiny_engine(
+            tiny_model(), num_device_blocks=160, num_host_blocks=160, max_num_seqs=16,
+            max_num_batched_tokens=96, token_buckets=(16, 96),
+        )  # fmt: skip
+        self.poisoner = Poisoner(self.engine)
+        self.totals = Totals()
+
+    def round(self, num_requests: int = 24, most_tokens: int = 90) -> None:
+        """Random load, then the same requests DEVICE_ONLY and alone. Raises AssertionError."""
+        rng, engine = self.rng, self.engine
+        requests = [
+            (
+                [rng.randrange(BASE.vocab_size) for _ in range(rng.randint(1, 120))],
+                SamplingParams(temperature=0.0, max_tokens=rng.randint(1, most_tokens)),
+            )
+            for _ in range(num_requests)
+        ]
+        engine.set_policy(rng.choice(["auto", "auto", "full"]))
+        engine.set_block_limit(rng.randint(16, 120))
+        swapping = RandomSwapping(engine, rng, rng.choice([0.0, 0.02, 0.1, 0.5]))
+        usual, engine.scheduler._swapping = engine.scheduler._swapping, swapping
+        assert engine.runner.host is not None
+        engine.runner.host.lane.set_delay_us(rng.choice([0, 0, 200, 1500]))
+        before = engine.stats().steps_pipelined
+        got, aborted = self._load(requests, rng.choice([0.0, 0.01]))
+        engine.runner.host.lane.set_delay_us(0)
+        engine.scheduler._swapping = usual
+        engine.set_policy("device-only")
+        engine.set_block_limit(None)
+        finished = [i for i in range(num_requests) if i not in aborted]
+        wanted = run_all(engine, [requests[i] for i in finished])
+        assert_same_tokens(
+            tiny_model(), [requests[i] for i in finished], wanted, [got[i] for i in finished]
+        )
+        t = self.totals
+        t.rounds += 1
+        t.requests += len(finished)
+        t.tokens += sum(len(got[i]) for i in finished)
+        t.aborted += len(aborted)
+        t.swaps += swapping.count
+        t.poisoned_blocks = self.poisoner.count
+        t.steps_pipelined += engine.stats().steps_pipelined - before
+
+    def _load(
+        self, requests: Sequence[tuple[list[int], SamplingParams]], abort_probability: float
+    ) -> tuple[list[list[int]], set[int]]:
+        """Tokens of each request, arriving a few at a time, and which of them were aborted."""
+        engine, rng = self.engine, self.rng
+        tokens: list[list[int]] = [[] for _ in requests]
+        arrived, aborted = 0, set[int]()
+        while arrived < len(requests) or engine.has_work:
+            while arrived < len(requests) and (rng.random() < 0.3 or not engine.has_work):
+                engine.add_request(str(arrived), *requests[arrived])
+                arrived += 1
+            if rng.random() < abort_probability:
+                victim = rng.randrange(arrived)
+                if len(tokens[victim]) < requests[victim][1].max_tokens:
+                    engine.abort(str(victim))
+                    aborted.add(victim)
+            for output in engine.step().outputs:
+                assert output.message is None, output.message
+                tokens[int(output.request_id)] += output.token_ids
+        engine.scheduler.check_integrity()
+        stats = engine.stats()
+        assert stats.device_kv_usage == stats.host_kv_usage == 0, "blocks have leaked"
+        return tokens, aborted
+
+    def run(self, seconds: float) -> None:
+        """Rounds until the time is over, a progress line a minute."""
+        began = said = time.monotonic()
+        while time.monotonic() - began < seconds:
+            self.round()
+            if time.monotonic() - said > 60:
+                said = time.monotonic()
+                print(f"{said - began:.0f} s: {self.totals}", flush=True)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.engine.close()
+
+
+def soak(seconds: float, seed: int) -> dict[str, object]:
+    """What to log of a run; a wrong token is in `failure`."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jnp.zeros(()).block_until_ready()
+    began = time.monotonic()
+    run = Soak(seed)
+    failure = None
+    try:
+        run.run(seconds)
+    except AssertionError as error:
+        failure = f"round {run.totals.rounds}: {error}"
+    found = {
+        "seed": seed,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "seconds": round(time.monotonic() - began),
+        **dataclasses.asdict(run.totals),
+        "failure": failure,
+    }
+    if failure is None:
+        run.close()
+    jax.config.update("jax_default_matmul_precision", None)
+    return found
+
+
+def main() -> int:
+    """One run, appended to the log."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one")
+    parser.add_argument("--log", type=Path, default=Path("soak.jsonl"))
+    args = parser.parse_args()
+    seed = random.SystemRandom().getrandbits(31) if args.seed is None else args.seed
+    found = soak(args.seconds, seed)
+    line = json.dumps(found)
+    print(line)
+    with args.log.open("a") as log:
+        log.write(line + "\n")
+    return 1 if found["failure"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
