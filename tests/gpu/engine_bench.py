@@ -143,8 +143,9 @@ def swap_figures(engine: EngineCore, batch: int = 64, num_steps: int = 60) -> di
     }  # fmt: skip
     print(
         f"swap: {num_bytes / 1e6:.0f} MB; pinned copies {down:.1f} down, {up:.1f} GB/s up; a step "
-        f"of nothing else {alone:.2f} ms, {rate:.1f} GB/s ({found['share_of_pinned']:.2f} of pinned); "
-        f"{batch} decodes {without:.2f} ms, with a swap in every step {beside:.2f} "
+        f"of nothing else {alone:.2f} ms, {rate:.1f} GB/s "
+        f"({found['share_of_pinned']:.2f} of pinned); {batch} decodes {without:.2f} ms, "
+        f"with a swap in every step {beside:.2f} "
         f"({100 * found['slowdown']:+.1f} %)",
         flush=True,
     )
