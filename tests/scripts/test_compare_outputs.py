@@ -81,4 +81,4 @@ def test_the_report_of_a_tiny_model_finds_every_token_the_same(script, tiny_chec
     assert set(counts) >= {way.name for way in script.WAYS if not way.needs_swap}
     assert counts["all on the host"]["to host"] == 3
     assert counts["all on the host"]["pipelined"] > 0
-    assert counts["rolling, half the blocks"]["rolling"] > 0
+    assert counts["rolling, all on the host"]["rolling"] > 0
