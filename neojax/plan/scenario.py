@@ -52,6 +52,7 @@ class Limits:
             scratch_tokens=-(-longest // p) * p + MAX_NUM_CHUNKS * p,
             num_layers=num_layers,
             rolling_rows=min(self.rolling_rows, self.max_num_seqs),
+            can_swap=True,
         )
 
 

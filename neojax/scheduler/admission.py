@@ -12,6 +12,9 @@ from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request, RequestState
 from neojax.scheduler.situation import Situation
 
+GROUPS_TO_ENTER = 3
+"""A row enters again in the second step after it left; one group more, so that none is short."""
+
 
 def worst_tokens(request: Request) -> int:
     """Tokens whose K/V the request may need; the last token's never is."""
@@ -69,8 +72,8 @@ class Admission:
             # newcomer would soon be preempted again.
             headroom = sum(r.placement is placement for r in running)
             self._free[placement] = pool.num_free - headroom
-        # With ROLLING steps, a group is under way in each layer and one waits to enter.
-        rolling = (now.limits.num_layers + 1) * now.rolling_rows
+        # With ROLLING steps, a group is under way in each layer, and some wait to enter.
+        rolling = (now.limits.num_layers + GROUPS_TO_ENTER) * now.rolling_rows
         self._num_host = rolling - now.num_host if rolling else now.limits.max_num_seqs
 
     def chunks(self, requests: Iterable[Request], budget: int) -> list[Chunk]:

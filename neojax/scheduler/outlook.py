@@ -35,6 +35,8 @@ class Regime(NamedTuple):
 
     rate: float
     num_host_rows: int
+    rolling_rows: int = 0  # of a group, where they run in ROLLING steps
+    chunk_tokens: int = 0  # prefill tokens of a ROLLING step that has any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +63,12 @@ class Outlook:
         """Decodes that the device pool holds."""
         self.num_host_rows = 0
         """Host rows of the best steady state; 0 where the device alone is as good."""
+        self.rolling_rows = 0
+        """Rows of its groups, where its host rows run in ROLLING steps."""
+        self.chunk_tokens = 0
+        """Prefill tokens of its ROLLING steps."""
+        self.mean_context = 1.0
+        """Of a request while it decodes."""
         self.gain = 1.0
         """Its rate over that of the device alone."""
 
@@ -75,6 +83,7 @@ class Outlook:
         mix = self._mix(list(requests))
         if mix is None:
             return
+        self.mean_context = mix.context
         limits = self._limits
         size = -(-mix.context // limits.block_size) + 1  # and a block to grow into
         most = min(limits.max_num_seqs, num_requests)
@@ -87,7 +96,11 @@ class Outlook:
         best = Regime(MIN_GAIN * alone, 0)
         for host_rows in _steps(num_host):
             best = max(best, *(self._regime(mix, host_rows, share) for share in SHARES))
+        largest = min(limits.rolling_rows, num_host // (limits.num_layers + 1))
+        for rows in range(1, largest + 1) if self._predictor.knows_rolling else ():
+            best = max(best, *(self._rolling_regime(mix, rows, share) for share in SHARES))
         self.num_host_rows = best.num_host_rows
+        self.rolling_rows, self.chunk_tokens = best.rolling_rows, best.chunk_tokens
         self.gain = best.rate / alone if best.num_host_rows and alone else 1.0
 
     def _mix(self, requests: list[Request]) -> Mix | None:
@@ -138,6 +151,28 @@ class Outlook:
         decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
         without = self._predictor.seconds(Mode.DEVICE_ONLY, decodes) if rows else 0.0
         return Regime(useful / (share * with_host + (1 - share) * without), host_rows)
+
+    def _rolling_regime(self, mix: Mix, group_rows: int, share: float) -> Regime:
+        """Groups of host rows in every step, and prefill in a share of the steps."""
+        rows, limits, predictor = self.num_device_rows, self._limits, self._predictor
+        useful = rows + group_rows  # tokens a step: one group enters, one leaves
+        prefill = int(useful * mix.prompt_tokens / mix.output_tokens / share)
+        if prefill + rows > limits.max_num_batched_tokens:
+            return Regime(0.0, 0)
+        decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
+        count = max(1, round(prefill / mix.prompt_tokens))
+        chunks = ((prefill // count, int(mix.prompt_tokens)),) * count if prefill else ()
+        on_host = int(prefill * group_rows / useful)
+        host = group_rows, group_rows * mix.context
+        seconds = [
+            predictor.rolling_seconds(load, limits.rolling_rows, *host)
+            for load in (decodes, decodes._replace(chunks=chunks, store_tokens=on_host))
+        ]
+        mean = seconds[0] + share * (seconds[1] - seconds[0])
+        num_host = (limits.num_layers + 1) * group_rows
+        if (limits.num_layers + 1) * mean > limits.tpot_slo_s:
+            return Regime(0.0, 0)
+        return Regime(useful / mean, num_host, group_rows, prefill)
 
 
 def _steps(most: int) -> list[int]:

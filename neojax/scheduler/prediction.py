@@ -10,6 +10,7 @@ Nothing here knows of requests or queues.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from neojax.scheduler.corrections import Corrections
@@ -95,6 +96,11 @@ class Predictor:
         """Rows with which a linear stage takes twice the time of one: arithmetic has caught up
         with reading the weights."""
 
+    @property
+    def knows_rolling(self) -> bool:
+        """Whether the tables tell what ROLLING steps cost."""
+        return Mode.ROLLING in self.tables.linear
+
     def layer_times(
         self, mode: Mode, b0: Load, b1: Load = IDLE, swap_out: int = 0, swap_in: int = 0
     ) -> LayerTimes:
@@ -125,6 +131,46 @@ class Predictor:
         """Predicted seconds of a step."""
         times = self.layer_times(mode, b0, b1, swap_out, swap_in)
         return self._step(mode, layer_period(times), b0, b1)
+
+    def rolling_seconds(self, device: Load, group_rows: int, rows: float, context: float) -> float:
+        """Predicted seconds of a ROLLING step whose groups have so many rows and sums of contexts.
+
+        Each queue has the whole step for its own work. group_rows: rows that a group is padded to.
+        """
+        host_s = self.rolling_host_s(rows, context)
+        return max(self.rolling_device_s(device, group_rows), host_s)
+
+    def rolling_device_s(self, device: Load, group_rows: int) -> float:
+        """The device's part: its rows with a group beside them, starts and joins included."""
+        c = self.tables
+        times = self.layer_times(Mode.ROLLING, device._replace(num_host_rows=0))
+        rows = device.num_rows + group_rows
+        linear = c.linear[Mode.ROLLING](rows)
+        seconds = c.num_layers * max(linear + times.attention0, times.copies_down, times.copies_up)
+        return self.corrections.step[Mode.ROLLING] * (seconds + c.per_step[Mode.ROLLING](rows))
+
+    def rolling_host_s(self, rows: float, context: float) -> float:
+        """The host's part: one layer for each of as many groups as there are layers."""
+        c = self.tables
+        return c.num_layers * self.corrections.host_attention * c.host_decode(rows, context)
+
+    def predict_rolling(
+        self, device: Load, group_rows: int, groups: Iterable[tuple[int, int]]
+    ) -> Prediction:
+        """A ROLLING step's seconds, term by term; groups: rows and sum of contexts of each."""
+        c = self.tables
+        times = self.layer_times(Mode.ROLLING, device)
+        rows = device.num_rows + group_rows
+        host = sum(c.host_decode(*group) for group in groups) * self.corrections.host_attention
+        return Prediction(
+            step_s=max(self.rolling_device_s(device, group_rows), host),
+            linear_s=c.num_layers * c.linear[Mode.ROLLING](rows),
+            device_attention_s=c.num_layers * times.attention0,
+            host_attention_s=host,
+            hop_s=0.0,  # part of the linear stages, as they were measured
+            copies_s=c.num_layers * (times.copies_down + times.copies_up),
+            per_step_s=c.per_step[Mode.ROLLING](rows),
+        )
 
     def paper_seconds(self, b0: Load, b1: Load) -> float:
         """Seconds of a PIPELINED step by the paper's formula."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.plan import Row
+from neojax.scheduler.prediction import Predictor
 from neojax.scheduler.request import Placement, Request, RequestState
 
 
@@ -36,6 +39,11 @@ class RollingGroups:
         """Rows under way."""
         for group in self._groups:
             yield from group
+
+    @property
+    def loads(self) -> list[tuple[int, int]]:
+        """Rows of each group, and the sum of their contexts."""
+        return [(len(group), sum(row.stop for row in group)) for group in self._groups]
 
     @property
     def held(self) -> Sequence[Held]:
@@ -74,3 +82,32 @@ class RollingGroups:
         held, self._held = self._held, []
         self._groups = deque([()] * len(self._groups))
         return held
+
+
+class GroupSize:
+    """How many rows enter together: as many as the host attends to while the device computes.
+
+    A group stays as it is for as many steps as there are layers, so what counts is the mean step.
+    """
+
+    def __init__(self, predictor: Predictor, limits: SchedulerLimits) -> None:
+        self._predictor = predictor
+        self._limits = limits
+        self._device_s: float | None = None  # mean of the device's part of a step
+
+    def observe(self, device_s: float) -> None:
+        """Take in the device's part of a step."""
+        mean = device_s if self._device_s is None else self._device_s
+        self._device_s = mean + (device_s - mean) / self._limits.num_layers
+
+    def fitting(self, contexts: Iterable[int]) -> int:
+        """How many of these rows, one at least, the host can attend to in a step."""
+        if self._device_s is None:
+            return 1
+        count = total = 0
+        for context in itertools.islice(contexts, self._limits.rolling_rows):
+            total += context
+            if count and self._predictor.rolling_host_s(count + 1, total) > self._device_s:
+                break
+            count += 1
+        return max(1, count)

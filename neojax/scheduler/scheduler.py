@@ -23,7 +23,7 @@ from neojax.scheduler.plan import Mode, Move, Plan, Prediction, Rolling, Row, Su
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import START, Placement, Progress, Request, RequestState
-from neojax.scheduler.rolling import RollingGroups
+from neojax.scheduler.rolling import GroupSize, RollingGroups
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.supervision import Supervision
 from neojax.scheduler.swapping import Swapping
@@ -60,8 +60,9 @@ class Scheduler:
         self._supervision = Supervision(limits)
         self._outlook = None if self.predictor is None else Outlook(self.predictor, limits)
         self._rolling = RollingGroups(limits.num_layers)
-        self.rolling_rows = limits.rolling_rows
-        """Most rows of a group; may be lowered to what the host attends to in a step."""
+        self._group_size: GroupSize | None = None
+        if self.predictor is not None and self.predictor.knows_rolling:
+            self._group_size = GroupSize(self.predictor, limits)
         self._requests: dict[str, Request] = {}
         self._moves: list[Move] = []  # since the newest plan
         self._step = 0  # newest step given out
@@ -89,6 +90,11 @@ class Scheduler:
             raise ValueError(
                 f"offload_policy {policy.name!r} decides by cost tables and this engine has none; "
                 "choose auto, device-only or full"
+            )
+        if policy.rolls and not self.limits.rolling_rows:
+            raise ValueError(
+                f"offload_policy {policy.name!r} needs programs of ROLLING steps, and this engine "
+                f"has none: start it with --offload-policy {policy.name}"
             )
         self.policy = policy
 
@@ -161,8 +167,9 @@ class Scheduler:
             reason=choice.reason,
         )
         self._moves = []
-        # There are no tables of ROLLING steps, and no choice that would need them.
-        if self.predictor is not None and mode is not Mode.ROLLING:
+        if self.predictor is not None and (
+            mode is not Mode.ROLLING or self._group_size is not None
+        ):
             plan = dataclasses.replace(plan, prediction=self._prediction(plan, self.predictor))
         self._advance(plan)
         return plan
@@ -244,13 +251,23 @@ class Scheduler:
             num_waiting=len(self.waiting),
             predictor=self.predictor,
             outlook=self._outlook,
-            rolling_rows=self.rolling_rows if self.policy.rolls else 0,
+            rolling_rows=self._rows_of_a_group(),
         )
+
+    def _rows_of_a_group(self) -> int:
+        """Of those that enter in a ROLLING step; 0 for no such steps."""
+        if self.policy.rolls is False or not self.limits.rolling_rows:
+            return 0
+        if self._group_size is None or self._outlook is None:
+            return self.limits.rolling_rows if self.policy.rolls else 0
+        if self.policy.rolls is None and not self._outlook.rolling_rows:
+            return 0
+        return self._group_size.fitting(itertools.repeat(int(self._outlook.mean_context)))
 
     def _offer(self, device: list[Request], decodes: list[Request], now: Situation) -> Offer:
         budget = self.limits.max_num_batched_tokens - len(device)
         host: list[Request] = []
-        if Placement.HOST in self.policy.placements and not now.rolling_rows:
+        if Placement.HOST in self.policy.placements and not (now.rolling_rows or self._rolling):
             on_host = [r for r in decodes if r.placement is Placement.HOST]
             host = sorted(on_host, key=lambda r: r.served_step)  # stable: then by order
         admission = Admission(self.policy, self._memory, now, self.running)
@@ -322,7 +339,11 @@ class Scheduler:
             for r in self.running
             if r.placement is Placement.HOST and r.is_decoding and not r.num_pending
         ]
-        grown = self._grown(ready[: now.rolling_rows])
+        if self._group_size is not None:
+            ready = ready[: self._group_size.fitting(r.num_tokens for r in ready)]
+        else:
+            ready = ready[: now.rolling_rows]
+        grown = self._grown(ready)
         return [dataclasses.replace(self._row(r, 1), samples=False) for r in grown]
 
     def _roll(self, entering: Sequence[Row]) -> Rolling:
@@ -345,6 +366,12 @@ class Scheduler:
 
     def _prediction(self, plan: Plan, predictor: Predictor) -> Prediction:
         """The plan's times, and what the device alone would take where host rows have a part."""
+        if self._group_size is not None:
+            rows = self.limits.rolling_rows if plan.mode is Mode.ROLLING else 0
+            self._group_size.observe(predictor.rolling_device_s(Load.of(plan.b0), rows))
+        if plan.mode is Mode.ROLLING:
+            groups = self._rolling.loads
+            return predictor.predict_rolling(Load.of(plan.b0), self.limits.rolling_rows, groups)
         num_host = len(plan.b0.host_decodes) + len(plan.b1.host_decodes)
         if not num_host:
             return predictor.predict(plan)

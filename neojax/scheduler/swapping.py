@@ -31,7 +31,8 @@ class Swapping:
             return []
         movable = [r for r in running if r.is_decoding and self._may_move(r, step)]
         swaps = self._out(step, running, movable, policy)
-        if not swaps and policy.wants_back(now):
+        # Where no policy runs them on the host, they wait there for nothing else.
+        if not swaps and (Placement.HOST not in policy.placements or policy.wants_back(now)):
             swaps = self._in(step, running, movable, policy)
         return swaps
 

@@ -168,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(plan.b0.chunks) <= LIMITS.max_num_chunks
         assert not plan.b1.chunks
         assert not plan.b1.decodes
-        assert (plan.mode is Mode.PIPELINED) == any(r.placement is Placement.HOST for r in rows)
+        self.check_mode(plan)
         assert sum(-(-r.stop // 16) * 16 for r in plan.b0.host_chunks) <= LIMITS.scratch_tokens
         for row in rows:
             assert len(row.blocks) == -(-row.stop // LIMITS.block_size)
@@ -183,6 +183,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         oldest = min(self.scheduler.running, key=lambda r: r.order)
         if oldest.is_decoding and oldest.wants_more and not oldest.num_pending:
             raise AssertionError("the oldest running request was passed over")
+
+    def check_mode(self, plan: Plan) -> None:
+        on_host = any(row.placement is Placement.HOST for row in plan.rows)
+        assert (plan.mode is Mode.PIPELINED) == on_host
 
     @invariant()
     def no_block_is_lost(self) -> None:

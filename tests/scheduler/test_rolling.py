@@ -1,0 +1,169 @@
+"""ROLLING steps as the scheduler plans them: groups, their size, and when they are worth it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from neojax.scheduler.auto import Auto
+from neojax.scheduler.baselines import RollingLane
+from neojax.scheduler.outlook import Outlook
+from neojax.scheduler.plan import Mode, Plan
+from neojax.scheduler.prediction import Load, Predictor
+from neojax.scheduler.request import Placement
+from neojax.scheduler.rolling import GroupSize
+from neojax.scheduler.scheduler import Scheduler
+from tests.scheduler.tables import h200, t4
+from tests.scheduler.test_scheduler import (
+    LIMITS,
+    SchedulerMachine,
+    make_request,
+    make_scheduler,
+    run_step,
+    run_to_end,
+)
+
+ROLLING = dataclasses.replace(LIMITS, num_layers=3, rolling_rows=2)
+LARGE = dataclasses.replace(
+    LIMITS,
+    max_num_seqs=256,
+    max_num_batched_tokens=2048,
+    max_model_len=2048,
+    num_device_blocks=1000,
+    num_host_blocks=40_000,
+    scratch_tokens=4096,
+    num_layers=32,
+    rolling_rows=16,
+)
+
+
+class RollingMachine(SchedulerMachine):
+    """Every promise of the scheduler, with groups under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = False
+        self.scheduler = Scheduler(ROLLING, RollingLane())
+
+    def check_mode(self, plan: Plan) -> None:
+        assert not plan.b0.host_decodes
+        assert not plan.b1
+        assert len(plan.rolling.entering) <= ROLLING.rolling_rows
+        is_rolling = bool(plan.rolling.entering or plan.rolling.leaving)
+        assert plan.mode is Mode.ROLLING or not (is_rolling or self.under_way)
+        self.under_way = any(True for _ in self.scheduler.rows_under_way)
+
+
+TestRollingMachine = RollingMachine.TestCase
+TestRollingMachine.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, derandomize=True
+)
+
+
+def test_a_row_leaves_as_many_steps_later_as_there_are_layers():
+    scheduler = Scheduler(ROLLING, RollingLane())
+    scheduler.add(make_request(0, 20, 3, "host"))
+    plans = run_to_end(scheduler)
+    rolling = [plan for plan in plans if plan.mode is Mode.ROLLING]
+    entered = [i for i, plan in enumerate(rolling) if plan.rolling.entering]
+    left = [i for i, plan in enumerate(rolling) if plan.rolling.leaving]
+    # Of three tokens the prefill samples the first.
+    assert len(entered) == 2
+    assert left == [i + ROLLING.num_layers for i in entered]
+    assert not any(row.samples for plan in rolling for row in plan.rolling.entering)
+
+
+def test_a_stopped_request_keeps_its_blocks_until_its_group_has_left():
+    scheduler = Scheduler(ROLLING, RollingLane())
+    scheduler.add(make_request(0, 20, 9, "host"))
+    while not any(True for _ in scheduler.rows_under_way):
+        run_step(scheduler)
+    pool = scheduler.pools[Placement.HOST]
+    used = pool.num_used
+    scheduler.abort("r0")
+    for _ in range(ROLLING.num_layers - 1):
+        run_step(scheduler)
+        assert pool.num_used == used
+    while scheduler.has_requests:
+        run_step(scheduler)
+    assert pool.num_used == 0
+    scheduler.check_integrity()
+
+
+def test_rows_that_wait_for_the_groups_to_run_empty_do_not_run_twice():
+    """A policy that stops rolling leaves rows under way; host rows wait until they have left."""
+
+    class Fickle(RollingLane):
+        rolls = True
+
+    policy = Fickle()
+    scheduler = Scheduler(ROLLING, policy)
+    for i in range(4):
+        scheduler.add(make_request(i, 20, 12, "host"))
+    while not any(True for _ in scheduler.rows_under_way):
+        run_step(scheduler)
+    policy.rolls = False
+    modes = [plan.mode for plan in run_to_end(scheduler)]
+    first = modes.index(Mode.PIPELINED)
+    assert first == ROLLING.num_layers
+    assert Mode.ROLLING not in modes[first:]
+
+
+@given(
+    device_ms=st.floats(0.5, 100),
+    contexts=st.lists(st.integers(1, 8192), min_size=1, max_size=40),
+)
+def test_a_group_is_what_the_host_attends_to_in_a_step(device_ms: float, contexts: list[int]):
+    predictor = Predictor(h200())
+    size = GroupSize(predictor, LARGE)
+    assert size.fitting(contexts) == 1
+    size.observe(device_ms / 1e3)
+    count = size.fitting(contexts)
+    assert 1 <= count <= min(len(contexts), LARGE.rolling_rows)
+    host_s = predictor.rolling_host_s(count, sum(contexts[:count]))
+    assert count == 1 or host_s <= device_ms / 1e3
+    if count < min(len(contexts), LARGE.rolling_rows):
+        more = predictor.rolling_host_s(count + 1, sum(contexts[: count + 1]))
+        assert more > device_ms / 1e3
+
+
+def look(tables, *, slo_s: float = 0.3, device_blocks: int = 1000) -> Outlook:
+    """The outlook of 256 requests of 1000 tokens in and 100 out."""
+    limits = dataclasses.replace(LARGE, tpot_slo_s=slo_s)
+    outlook = Outlook(Predictor(tables), limits)
+    outlook.look([make_request(0, 1000, 100)], 256, device_blocks)
+    return outlook
+
+
+def test_a_fast_device_short_of_memory_rolls_within_the_latency_asked_for():
+    outlook = look(h200())
+    assert outlook.rolling_rows > 0
+    assert outlook.gain > 1.1
+    assert look(h200(), slo_s=0.05).rolling_rows == 0
+
+
+def test_on_a_slow_device_a_token_in_as_many_steps_as_layers_takes_too_long():
+    assert look(t4(), slo_s=0.2).rolling_rows == 0
+
+
+def test_a_device_with_room_for_all_does_not_roll():
+    assert look(h200(), device_blocks=40_000).rolling_rows == 0
+
+
+def test_the_predicted_step_is_the_longer_of_both_queues():
+    predictor = Predictor(h200())
+    device = Load(num_decodes=15, decode_context=15_000)
+    device_s = predictor.rolling_device_s(device, 16)
+    assert predictor.rolling_seconds(device, 16, 1, 100) == device_s
+    assert predictor.rolling_seconds(device, 16, 16, 100_000) > 2 * device_s
+    prediction = predictor.predict_rolling(device, 16, [(4, 4000)] * 32)
+    assert prediction.step_s == pytest.approx(max(device_s, prediction.host_attention_s))
+
+
+def test_policies_that_roll_need_their_programs():
+    with pytest.raises(ValueError, match="start it with --offload-policy rolling"):
+        make_scheduler(RollingLane())
+    assert Scheduler(LIMITS, Auto()).schedule() is None
