@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from neojax.serve.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.serve.running_server import RunningServer, wait_for
@@ -32,6 +37,21 @@ def test_the_dashboard_asks_for_series_that_exist(server: RunningServer):
     asked = {HISTOGRAM_PARTS.sub("", name) for name in re.findall(r"neojax:\w+", text)}
     assert len(asked) > 10
     assert asked <= served_series(server)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="runs the commands of the page")
+def test_the_curl_commands_of_the_page_work(server: RunningServer):
+    block = PAGE.split("```bash\n")[1].split("```")[0].replace("\\\n", " ")
+    commands = [line for line in block.splitlines() if line.startswith("curl ")]
+    assert len(commands) == 3
+    for command in commands:
+        argv = shlex.split(command.replace("http://127.0.0.1:8000", server.url))
+        ended = subprocess.run([*argv, "-sf"], capture_output=True, text=True, timeout=20)
+        assert ended.returncode == 0, (command, ended.stdout)
+        if "stream" in command:
+            assert ended.stdout.endswith("data: [DONE]\n\n")
+        else:
+            json.loads(ended.stdout)
 
 
 def test_the_page_names_every_series(server: RunningServer):
