@@ -42,7 +42,7 @@ ARROWS = {
     "serve": {"engine", "text", "hub", "cli", "log"},
     "convert": {"hub", "models", "text"},
     "llm": {"engine", "text", "hub", "outputs"},
-    "bench": {"models", "engine", "hub", "cli", "serve", "text", "_cpu_paged_attn"},
+    "bench": {"engine", "scheduler", "models", "hub", "cli", "serve", "text", "_cpu_paged_attn"},
     "plan": {"scheduler", "models", "hub", "bench", "cli"},
     "cli": set(),
     "log": set(),

@@ -22,6 +22,7 @@ from neojax.bench.throughput import build
 from neojax.bench.workload import parse_workload
 from neojax.cli import parse
 from neojax.config import EngineConfig
+from neojax.scheduler.policy import load_policy
 
 PROG = "python -m neojax.bench sweep"
 
@@ -35,7 +36,7 @@ class SweepConfig(EngineConfig):
     in `bench throughput`. LIMIT:WORKLOAD:COUNT has so many requests, and a cell that ends in
     =POLICY+POLICY has policies of its own."""
     policies: str = "device-only,auto"
-    """Offload policies of every cell, a list. The engine is built with auto's pools."""
+    """Offload policies of every cell, a list. The engine is built for all of them."""
     arrivals: str = "all"
     """How requests arrive: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV."""
     num_requests: int = 100
@@ -90,6 +91,8 @@ def parse_cells(config: SweepConfig) -> list[Cell]:
                 tuple(own.split("+") if own else config.policies.split(",")),
             )
         )
+        for policy in cells[-1].policies:
+            load_policy(policy)
     return cells
 
 
@@ -129,7 +132,10 @@ def _run(config: SweepConfig, cells: list[Cell]) -> None:
     todo = [item for item in todo if (item[0].name, item[1], item[2]) not in done]
     if not todo:
         return
-    engine = build(config, "auto")
+    policies = [load_policy(policy) for cell in cells for policy in cell.policies]
+    # Every policy's pools, and the programs of ROLLING steps where one takes them.
+    needs_most = next((policy.name for policy in policies if policy.rolls), "auto")
+    engine = build(config, needs_most)
     took_s: dict[tuple[str, str], float] = {}
     for number, (cell, policy, repeat) in enumerate(todo, 1):
         elapsed_s = time.monotonic() - begun_s

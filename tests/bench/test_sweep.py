@@ -145,3 +145,11 @@ def test_ratios_pair_the_runs_of_one_repeat():
 def test_a_cell_that_cannot_be_is_refused(cells: str):
     with pytest.raises(SystemExit, match="error: "):
         bench.main(["sweep", "--cells", cells])
+
+
+def test_an_unknown_policy_is_refused_before_the_engine_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sweep, "build", lambda *_: pytest.fail("an engine was built"))
+    with pytest.raises(SystemExit, match="'none' is not one of"):
+        bench.main(["sweep", "--cells", "all:8/4=none"])
