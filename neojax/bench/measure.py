@@ -65,6 +65,7 @@ def measure(
     *,
     seed: int,
     warm_up: int = 0,
+    cool_down: int = 0,
     clock: Clock | None = None,
     max_s: float = math.inf,
     progress: str | None = None,
@@ -72,7 +73,7 @@ def measure(
     """Serve the traffic once (see `driver.drive` and `metrics.summarise`)."""
     before = engine.stats()
     run = drive(engine, traffic, seed=seed, clock=clock, max_s=max_s, progress=progress)
-    summary = summarise(run.records, start_s=run.start_s, warm_up=warm_up)
+    summary = summarise(run.records, start_s=run.start_s, warm_up=warm_up, cool_down=cool_down)
     return Measurement(summary, Counters.between(before, engine.stats()))
 
 

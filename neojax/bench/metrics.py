@@ -88,21 +88,26 @@ class Summary:
     e2e_s: Distribution
 
 
-def summarise(records: Sequence[RequestRecord], *, start_s: float, warm_up: int = 0) -> Summary:
+def summarise(
+    records: Sequence[RequestRecord], *, start_s: float, warm_up: int = 0, cool_down: int = 0
+) -> Summary:
     """Sum up a run that began at start_s.
 
     warm_up: so many requests are dropped. Latencies leave out those sent first. Rates count the
     completions after the first `warm_up` ones, over the time since the last of these, so that
-    neither filling up nor the order of completion matters. Raises ValueError when nothing is left.
+    neither filling up nor the order of completion matters. cool_down: rates leave out so many of
+    the last completions too, when ever fewer requests are left. Raises ValueError when nothing is
+    left.
     """
     good = sorted(
         (r for r in records if r.is_finished and r.error is None), key=lambda r: r.token_s[-1]
     )
-    if len(good) <= warm_up:
+    if len(good) <= warm_up + cool_down:
         errors = [r.error for r in records if r.error is not None]
         why = f"; the first error: {errors[0]}" if errors else ""
-        raise ValueError(f"{len(good)} requests finished; dropping {warm_up} leaves none{why}")
-    counted = good[warm_up:]
+        dropped = warm_up + cool_down
+        raise ValueError(f"{len(good)} requests finished; dropping {dropped} leaves none{why}")
+    counted = good[warm_up : len(good) - cool_down]
     begin_s = good[warm_up - 1].token_s[-1] if warm_up else start_s
     seconds = counted[-1].token_s[-1] - begin_s
     timed = [r for r in good if r.index >= warm_up]

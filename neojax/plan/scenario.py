@@ -73,10 +73,14 @@ class Scenario:
     tables: CostTables
     limits: SchedulerLimits
 
-    def run(self, policy: str, traffic: Traffic, warm_up: int = 0) -> SimulatedRun:
+    def run(
+        self, policy: str, traffic: Traffic, warm_up: int = 0, cool_down: int = 0
+    ) -> SimulatedRun:
         """Serve the traffic in virtual time, on a fresh engine."""
         engine = SimulatedEngine(self.limits, policy, self.tables)
-        measured = measure(engine, traffic, seed=0, warm_up=warm_up, clock=engine.clock)
+        measured = measure(
+            engine, traffic, seed=0, warm_up=warm_up, cool_down=cool_down, clock=engine.clock
+        )
         stats, seconds = engine.stats(), engine.clock.now_s()
         return SimulatedRun(
             measured.summary, measured.counters, stats.device_s / seconds, stats.host_s / seconds

@@ -80,9 +80,7 @@ class Cell:
         Requests that the device pool could never hold are left out: device-only refuses them.
         """
         form = f"closed:{self.clients}"
-        drawn = make_traffic(
-            parse_workload(self.workload), form, max(90, 3 * self.clients), self.number
-        )
+        drawn = make_traffic(parse_workload(self.workload), form, 5 * self.clients, self.number)
         fitting = tuple(n for n in drawn.lengths if sum(n) <= self.device_kv_tokens)
         return dataclasses.replace(drawn, lengths=fitting)
 
@@ -127,7 +125,7 @@ def draw_cell(number: int, seed: int) -> Cell:
         device_kv_tokens=round(between(2_000, 200_000)) // 16 * 16,
         host_kv_tokens=min(room, round(between(10_000, 400_000))),
         workload=workload,
-        clients=round(between(8, 128)),
+        clients=round(between(16, 128)),
         max_num_batched_tokens=rng.choice((512, 2048, 4096)),
     )
 
@@ -141,8 +139,8 @@ def main(argv: list[str]) -> int:
     rates: list[dict[str, float]] = []
     for cell in tqdm(cells, desc="Simulating"):
         scenario, traffic = cell.scenario(), cell.traffic()
-        warm_up = len(traffic.lengths) // 6
-        runs = {policy: scenario.run(policy, traffic, warm_up) for policy in policies}
+        ends = len(traffic.lengths) // 5  # the engine fills up, and drains
+        runs = {policy: scenario.run(policy, traffic, ends, ends) for policy in policies}
         rates.append({policy: run.summary.requests_per_s for policy, run in runs.items()})
         if config.output is not None:
             line: dict[str, Any] = {"cell": dataclasses.asdict(cell)}

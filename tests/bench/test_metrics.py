@@ -47,6 +47,15 @@ def test_warm_up_leaves_out_the_first_sent_and_the_first_completed():
         summarise(records, start_s=0.0, warm_up=3)
 
 
+def test_cool_down_leaves_the_last_completions_out_of_rates_only():
+    records = [record(i, 0.0, t) for i, t in enumerate((1.0, 2.0, 3.0, 30.0))]
+    summary = summarise(records, start_s=0.0, cool_down=1)
+    assert summary.requests_per_s == 1
+    assert summary.e2e_s.mean == 9
+    with pytest.raises(ValueError, match="dropping 4 leaves none"):
+        summarise(records, start_s=0.0, warm_up=1, cool_down=3)
+
+
 def test_requests_that_failed_or_never_finished_are_counted_and_left_out():
     unfinished = RequestRecord(1, 10, 0.0, [1.0])
     records = [record(0, 0.0, 2.0), unfinished, record(2, 0.0, error="refused")]
