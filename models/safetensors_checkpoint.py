@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -125,9 +126,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{file} is incomplete or not a safetensors file ({size} bytes)")
         try:
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=_without_duplicates)
         except ValueError as error:
-            raise ValueError(f"{file} is damaged: its header is not JSON ({error})") from error
+            raise ValueError(
+                f"{file} is damaged: its header is no tensors in JSON: {error}"
+            ) from error
     header.pop("__metadata__", None)
     tensors = {}
     end = 8 + length
@@ -149,10 +152,22 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file, whose names must differ: of two tensors the last would win."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} stands there twice")
+    return entries
+
+
 def _read_sharded(index: Path) -> dict[str, StoredTensor]:
     """Tensors that the index names, each from the file that it names."""
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map: dict[str, str] = json.loads(
+            index.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates
+        )["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
     files = sorted(set(weight_map.values()))

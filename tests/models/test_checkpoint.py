@@ -233,6 +233,28 @@ def test_incomplete_shards_stop_the_start_and_name_the_file(tmp_path, damage, na
         load(directory)
 
 
+def test_a_tensor_in_two_shards_is_an_error_with_both(tmp_path):
+    directory = write_sharded(tmp_path)
+    weight_map = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
+    home = weight_map[Q_PROJ]
+    other = next(file for file in weight_map.values() if file != home)
+    shard = {name: WEIGHTS[name] for name, file in weight_map.items() if file == other}
+    save_file(shard | {Q_PROJ: WEIGHTS[Q_PROJ] * 2}, directory / other)
+    with pytest.raises(ValueError, match=f"{other} holds {Q_PROJ}.* places in {home}"):
+        load(directory)
+
+
+def test_a_name_that_stands_twice_is_an_error(tmp_path):
+    entry = '"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    text = f"{{{entry}, {entry}}}".encode()
+    (tmp_path / SINGLE_FILE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged.*a stands there twice"):
+        SafetensorsCheckpoint(tmp_path)
+    (tmp_path / INDEX_FILE).write_text('{"weight_map": {"b": "x", "b": "y"}}')
+    with pytest.raises(ValueError, match=r"index\.json is not a safetensors index.*b stands"):
+        SafetensorsCheckpoint(tmp_path)
+
+
 def test_a_directory_without_weights_says_what_is_there(tmp_path):
     directory = write_single(tmp_path, WEIGHTS)
     (directory / SINGLE_FILE).rename(directory / "other.safetensors")
