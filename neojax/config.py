@@ -63,8 +63,16 @@ class EngineConfig:
     """Kernels of the host attention: scalar, avx2, avx512, avx512bf16, amx, neon or neonbf16.
     Default: the fastest that this machine runs."""
     offload_policy: str = "auto"
-    """auto, device-only (never use the host), full (every request's KV on the host), or rolling
-    (host rows ride in the device's batch and advance by one layer per step)."""
+    """auto (the host where that pays), device-only, neo (the paper's rule), full (every request's
+    KV on the host), rolling (host rows ride in the device's batch and advance by one layer per
+    step), or module:Class, a policy of your own (docs/policies.md)."""
+    swap_in_threshold: float = 0.95
+    """Share of the device's KV cache up to which requests move to it from the host."""
+    swap_out_threshold: float = 1.0
+    """Share of the device's KV cache above which requests move from it to the host."""
+    request_log: str | None = None
+    """Append a JSON line to this file for each request that ends: arrival, placement, moves,
+    times."""
     layers_per_program: int | None = None
     """Layers in one compiled program of a DEVICE_ONLY step. Default: the largest divisor of the
     model's layers up to 8."""
@@ -92,6 +100,12 @@ class EngineConfig:
                 "at least 1",
             ),
             ("cpu_threads", self.cpu_threads is None or self.cpu_threads >= 1, "at least 1"),
+            ("swap_in_threshold", 0 < self.swap_in_threshold <= 1, "in (0, 1]"),
+            (
+                "swap_out_threshold",
+                self.swap_in_threshold <= self.swap_out_threshold <= 1,
+                f"between swap_in_threshold ({self.swap_in_threshold}) and 1",
+            ),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more"),
             (
                 "num_gpu_blocks_override",

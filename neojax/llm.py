@@ -12,6 +12,7 @@ from tqdm import tqdm
 from neojax import hub
 from neojax.config import EngineConfig
 from neojax.engine.build import build_engine
+from neojax.engine.history import StepRecord
 from neojax.engine.report import RequestTokens
 from neojax.outputs import CompletionOutput, RequestOutput
 from neojax.sampling_params import SamplingParams
@@ -107,6 +108,10 @@ class LLM:
     def set_block_limit(self, limit: int | None) -> None:
         """Change how many device blocks may be in use, while nothing runs."""
         self.engine.set_block_limit(limit)
+
+    def explain(self, num_steps: int | None = None) -> list[StepRecord]:
+        """The last steps, oldest first: mode, predicted and measured times, who moved and why."""
+        return self.engine.explain(num_steps)
 
     def close(self) -> None:
         """Stop the host workers and free their memory."""

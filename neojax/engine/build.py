@@ -15,6 +15,7 @@ from jax._src import xla_bridge  # there is no public way to ask whether the dev
 
 from neojax.config import EngineConfig, cache_dir
 from neojax.engine.core import EngineCore, check_policy
+from neojax.engine.request_log import RequestLog
 from neojax.environment import MAX_INFLIGHT, MEM_FRACTION, device_environment
 from neojax.kv import host_memory
 from neojax.kv.geometry import CPU_DEVICE_POOL_BYTES, GIB, KVGeometry
@@ -97,6 +98,8 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         scratch_tokens=runner.scratch_tokens,
         num_layers=model_config.num_layers,
         rolling_rows=rolling_rows,
+        swap_in_threshold=config.swap_in_threshold,
+        swap_out_threshold=config.swap_out_threshold,
     )
     scheduler = Scheduler(limits, policy)
     check_policy(policy.placements, config.offload_policy, scheduler)
@@ -106,6 +109,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         eos_ids=eos_token_ids(checkpoint),
         vocab_size=model_config.vocab_size,
         seed=config.seed,
+        request_log=_request_log(config),
     )
     engine.set_block_limit(config.num_gpu_blocks_limit)
     if not config.enforce_eager:
@@ -125,6 +129,13 @@ def _load(config: EngineConfig, checkpoint: Path, dtype: np.dtype, progress: boo
         seed=config.seed,
         progress=progress,
     )
+
+
+def _request_log(config: EngineConfig) -> RequestLog:
+    try:
+        return RequestLog(None if config.request_log is None else Path(config.request_log))
+    except OSError as error:
+        raise ValueError(f"--request-log {config.request_log}: {error}") from error
 
 
 def prepare_jax(config: EngineConfig) -> None:

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import jax
 
+from neojax.engine.history import History, StepRecord
 from neojax.engine.outputs import Reading, message_of
 from neojax.engine.report import EngineStats, RequestTokens
+from neojax.engine.request_log import RequestLog
 from neojax.kv.host_pool import HostWork
 from neojax.runner.runner import Runner
 from neojax.runner.sampling import NOT_FINITE
@@ -30,6 +32,8 @@ from neojax.scheduler.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 2
+STEPS_SHOWN = 8
+"""Steps before a failed one that the log shows."""
 STEPS_BETWEEN_FAILURES = 10
 """A second failed step within so many ends the engine: what fails twice in a row stays broken."""
 
@@ -56,7 +60,7 @@ class EngineCore:
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, *, eos_ids: frozenset[int], vocab_size: int,
-        seed: int,
+        seed: int, request_log: RequestLog | None = None,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.runner = runner
@@ -65,6 +69,9 @@ class EngineCore:
         self._arrivals = itertools.count()
         self._seeds = random.Random(seed)
         self._in_flight: deque[tuple[Plan, StepHandle]] = deque()
+        self._launched_s: dict[int, float] = {}  # by step in flight
+        self._history = History()
+        self._request_log = request_log or RequestLog()
         self._steps = dict.fromkeys(Mode, 0)
         self._steps_since_failure = STEPS_BETWEEN_FAILURES
         self._prompt_tokens = 0
@@ -104,11 +111,14 @@ class EngineCore:
             arrival=next(self._arrivals),
         )
         self.scheduler.add(request)
+        self._request_log.arrived(request)
         self._prompt_tokens += len(prompt_ids)
 
     def abort(self, request_id: str) -> None:
         """Forget a request, if known. Its blocks are freed after the step in flight."""
-        self.scheduler.abort(request_id)
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._request_log.finished(request)
 
     def step(self) -> StepResult:
         """Launch the next step if one can run, and read the oldest in flight when due.
@@ -121,6 +131,9 @@ class EngineCore:
         try:
             if plan is not None:
                 self._steps[plan.mode] += 1
+                self._launched_s[plan.step] = time.perf_counter()
+                for move in plan.moves:
+                    self._request_log.moved(move, plan.step)
                 self._in_flight.append((plan, self.runner.enqueue(plan)))
             if plan is not None and len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
                 return StepResult(plan, None, [])
@@ -147,6 +160,10 @@ class EngineCore:
         self._require_idle("block limit")
         self.scheduler.pools[Placement.DEVICE].set_limit(limit)
 
+    def explain(self, num_steps: int | None = None) -> list[StepRecord]:
+        """The last completed steps, oldest first: mode, times by term, who moved and why."""
+        return self._history.last(num_steps)
+
     def stats(self) -> EngineStats:
         """A snapshot for metrics and logs."""
         pools, running = self.scheduler.pools, self.scheduler.running
@@ -171,11 +188,17 @@ class EngineCore:
             host_attention_busy_s=host.busy_s,
             host_attention_bytes=host.num_bytes,
             num_not_finite=self._num_not_finite,
+            requests_swapped_in=self.scheduler.num_swapped[Placement.DEVICE],
+            requests_swapped_out=self.scheduler.num_swapped[Placement.HOST],
+            steps_lost=self._history.num_lost_steps,
+            steps_lost_s=self._history.lost_s,
+            **self._corrections(),
         )
 
     def close(self) -> None:
         """Wait for the steps in flight and stop the workers."""
         self.runner.close()
+        self._request_log.close()
 
     def _complete_oldest(self) -> tuple[Plan | None, list[RequestTokens]]:
         if not self._in_flight:
@@ -185,6 +208,7 @@ class EngineCore:
         self._in_flight.popleft()
         self._last_step_s = time.time()
         self._steps_since_failure += 1
+        self._observe(plan)
         reading.keep_prompt_logprobs()
         running = {r.request for r in plan.rows if r.request.state is not RequestState.FINISHED}
         advanced = set(self.scheduler.update(plan, reading.tokens))
@@ -198,7 +222,25 @@ class EngineCore:
                 self._num_not_finite += 1
                 outputs.append(message_of(row.request, row.placement, [], _NOT_FINITE))
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
+        for row in plan.sampled_rows:
+            self._request_log.advanced(row.request)
         return plan, outputs
+
+    def _observe(self, plan: Plan) -> None:
+        """Measure the step that has just completed, and let the scheduler learn from it."""
+        busy_s = 0.0 if self.runner.host is None else self.runner.host.work().busy_s
+        record = self._history.add(plan, self._launched_s.pop(plan.step), busy_s)
+        self.scheduler.observe(plan, record.step_s, record.host_attention_s)
+
+    def _corrections(self) -> dict[str, float]:
+        if self.scheduler.predictor is None:
+            return {}
+        corrections = self.scheduler.predictor.corrections
+        return {
+            "correction_device_only": corrections.step[Mode.DEVICE_ONLY],
+            "correction_pipelined": corrections.step[Mode.PIPELINED],
+            "correction_host_attention": corrections.host_attention,
+        }
 
     def _recover(self, error: Exception, launched: Plan | None) -> list[RequestTokens]:
         """After a failed step: void what is in flight, make new pools, compute again.
@@ -206,7 +248,8 @@ class EngineCore:
         A worker's error fails the host rows of the steps in flight, and those between the layers;
         everything else is retried.
         """
-        log.error("a step failed: %s", error, exc_info=error)
+        last = "".join(f"\n  {record}" for record in self._history.last(STEPS_SHOWN))
+        log.error("a step failed: %s; the steps before:%s", error, last, exc_info=error)
         if self._steps_since_failure < STEPS_BETWEEN_FAILURES:
             raise EngineDead(f"two steps failed in quick succession; the last: {error}") from error
         self._steps_since_failure = 0
@@ -223,6 +266,7 @@ class EngineCore:
         for request in failed:
             if request.state is not RequestState.FINISHED:
                 self.scheduler.abort(request.request_id, "error")
+                self._request_log.finished(request)
                 message = f"host attention failed: {error}"
                 outputs.append(message_of(request, Placement.HOST, [], message))
         return outputs
@@ -234,6 +278,7 @@ class EngineCore:
             with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError, HostLaneError):
                 handle.tokens()
         self._in_flight.clear()
+        self._launched_s.clear()
         self.runner.recover()
         self.scheduler.rollback()
 

@@ -56,3 +56,10 @@ class EngineStats:
     host_attention_busy_s: float = 0.0
     host_attention_bytes: int = 0  # K and V that host attention has read
     num_not_finite: int = 0  # requests ended because their logits were not finite
+    requests_swapped_in: int = 0
+    requests_swapped_out: int = 0
+    steps_lost: int = 0  # with host rows, longer than the device alone would have taken
+    steps_lost_s: float = 0.0  # seconds that these took longer
+    correction_device_only: float = 1.0  # measured over predicted time of such steps
+    correction_pipelined: float = 1.0
+    correction_host_attention: float = 1.0  # of the host's attention

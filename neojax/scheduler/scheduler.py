@@ -203,6 +203,11 @@ class Scheduler:
                 self._finish(request, "length")
         return advanced
 
+    def observe(self, plan: Plan, step_s: float, host_attention_s: float) -> None:
+        """Learn from a completed step: its wall time, the workers' busy time in it."""
+        if self.predictor is not None and plan.prediction is not None:
+            self.predictor.corrections.observe(plan.mode, plan.prediction, step_s, host_attention_s)
+
     def release(self, step: int) -> None:
         """Every step up to `step` has completed: what they held is free."""
         self._completed = max(self._completed, step)
