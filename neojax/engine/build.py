@@ -98,6 +98,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         scratch_tokens=runner.scratch_tokens,
         num_layers=model_config.num_layers,
         rolling_rows=rolling_rows,
+        can_swap=runner.host is not None,
         swap_in_threshold=config.swap_in_threshold,
         swap_out_threshold=config.swap_out_threshold,
     )

@@ -65,7 +65,9 @@ class Admission:
         self._now = now
         self._num_slots = memory.slots.num_free
         self._scratch = now.limits.scratch_tokens
-        self._blocked: set[Placement] = set()
+        # Requests that were swapped out, and do not run where they are, come before new ones.
+        are_out = now.num_host > 0 and Placement.HOST not in policy.placements
+        self._blocked: set[Placement] = set(Placement) if are_out else set()
         self._free: dict[Placement, int] = {}
         for placement, pool in memory.pools.items():
             # Each running request is about to grow: without a block in hand for each of them, a
@@ -118,7 +120,7 @@ class Admission:
         placement = self._policy.place(request, possible, room, self._now) if room else None
         if placement is None:
             self._blocked.update(possible)
-        elif placement is not possible[0]:
+        elif possible[0] not in room:
             # What it prefers is full: the room left there is not for those behind it.
             self._blocked.add(possible[0])
         return placement

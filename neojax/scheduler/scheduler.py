@@ -61,7 +61,7 @@ class Scheduler:
         self._outlook = None if self.predictor is None else Outlook(self.predictor, limits)
         self._rolling = RollingGroups(limits.num_layers)
         self._group_size: GroupSize | None = None
-        if self.predictor is not None and self.predictor.knows_rolling:
+        if limits.rolling_rows and self.predictor is not None and self.predictor.knows_rolling:
             self._group_size = GroupSize(self.predictor, limits)
         self._requests: dict[str, Request] = {}
         self._moves: list[Move] = []  # since the newest plan

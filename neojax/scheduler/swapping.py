@@ -12,7 +12,7 @@ from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
 
-MIN_STEPS_BETWEEN_MOVES = 64
+MIN_STEPS_BETWEEN_MOVES = 16
 """A request stays where it has moved for so many steps: no ping-pong at the thresholds."""
 
 
@@ -29,12 +29,15 @@ class Swapping:
         """Moves of `step`: out of a device pool that this step would overflow, else one in."""
         if not self._limits.can_swap:
             return []
-        movable = [r for r in running if r.is_decoding and self._may_move(r, step)]
+        decodes = [r for r in running if r.is_decoding and r.wants_more]
+        movable = [r for r in decodes if self._may_move(r, step)]
         swaps = self._out(step, running, movable, policy)
-        # Where no policy runs them on the host, they wait there for nothing else.
-        if not swaps and (Placement.HOST not in policy.placements or policy.wants_back(now)):
-            swaps = self._in(step, running, movable, policy)
-        return swaps
+        if swaps:
+            return swaps
+        if Placement.HOST not in policy.placements:
+            # On the host they wait for nothing but this; with an idle device, not even for rest.
+            return self._in(step, running, movable if now.num_device else decodes, policy)
+        return self._in(step, running, movable, policy) if policy.wants_back(now) else []
 
     def _out(
         self, step: int, running: Sequence[Request], movable: Sequence[Request],
@@ -90,7 +93,7 @@ class Swapping:
 
     def _may_move(self, request: Request, step: int) -> bool:
         moved = request.moved_step
-        return request.wants_more and (moved is None or step - moved >= MIN_STEPS_BETWEEN_MOVES)
+        return moved is None or step - moved >= MIN_STEPS_BETWEEN_MOVES
 
     def _move(self, request: Request, placement: Placement, step: int) -> Swap:
         source = tuple(request.blocks)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.auto import Auto
 from neojax.scheduler.baselines import DeviceOnly, Full
+from neojax.scheduler.costs import CostTables
 from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.plan import Mode, Plan
 from neojax.scheduler.policy import OffloadPolicy, load_policy
 from neojax.scheduler.request import Placement, Request, RequestState
 from neojax.scheduler.scheduler import Scheduler
+from neojax.scheduler.supervision import MAX_WAIT_STEPS
+from neojax.scheduler.swapping import MIN_STEPS_BETWEEN_MOVES
+from tests.scheduler.tables import h200, t4
 
 LIMITS = SchedulerLimits(
     max_num_seqs=6,
@@ -59,9 +70,11 @@ def make_request(
     )
 
 
-def make_scheduler(policy: OffloadPolicy | None = None, **limits: int) -> Scheduler:
+def make_scheduler(
+    policy: OffloadPolicy | None = None, costs: CostTables | None = None, **limits: float
+) -> Scheduler:
     merged = {f: getattr(LIMITS, f) for f in SchedulerLimits.__slots__} | limits
-    return Scheduler(SchedulerLimits(**merged), policy or Auto())
+    return Scheduler(SchedulerLimits(**merged), policy or Auto(), costs)
 
 
 def run_step(scheduler: Scheduler, token: int = 1) -> Plan | None:
@@ -111,13 +124,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_constrained=is_constrained,
         )
         need = -(-(num_prompt + max_tokens - 1) // LIMITS.block_size)
-        room = {"device": 8, "host": 24, "auto": 24}[placement]
-        if need > room:
-            with pytest.raises(ValueError, match="pool holds"):
+        if need > self.room(placement):
+            with pytest.raises(ValueError, match=r"pool holds|is not possible"):
                 self.scheduler.add(request)
         else:
             self.scheduler.add(request)
             self.requests.append(request)
+
+    def room(self, placement: str) -> int:
+        """Blocks of the largest pool that such a request may use."""
+        return {"device": 8, "host": 24, "auto": 24}[placement]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -158,6 +174,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.progress.token <= self.resident.get(request, 0)
 
     def check_plan(self, plan: Plan) -> None:
+        self.check_rows(plan)
+        # Without costs all runs that can.
+        oldest = min(self.scheduler.running, key=lambda r: r.order)
+        if oldest.is_decoding and oldest.wants_more and not oldest.num_pending:
+            raise AssertionError("the oldest running request was passed over")
+
+    def check_rows(self, plan: Plan) -> None:
         rows = list(plan.rows)
         for row in rows:
             if row.start.token == 0:
@@ -180,9 +203,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row in plan.sampled_rows:
             if row.request.constraint is not None:
                 assert row.request.num_pending == 1, "its last token is not known yet"
-        oldest = min(self.scheduler.running, key=lambda r: r.order)
-        if oldest.is_decoding and oldest.wants_more and not oldest.num_pending:
-            raise AssertionError("the oldest running request was passed over")
 
     def check_mode(self, plan: Plan) -> None:
         on_host = any(row.placement is Placement.HOST for row in plan.rows)
@@ -210,8 +230,66 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(r.state is RequestState.FINISHED for r in self.requests)
 
 
+class WeighingMachine(SchedulerMachine):
+    """The same under policies that weigh costs, with swaps, and costs that are wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: dict[Request, int] = {}
+
+    @initialize(
+        policy=st.sampled_from(["auto", "neo", "device-only"]),
+        machine=st.sampled_from([h200, t4]),
+        can_mix=st.booleans(),
+        device_limit=st.sampled_from([8, 8, 13]),
+    )
+    def weigh(
+        self, policy: str, machine: Callable[[], CostTables], can_mix: bool, device_limit: int
+    ) -> None:
+        self.policy = policy
+        self.scheduler = make_scheduler(
+            load_policy(policy), machine(), can_mix=can_mix, can_swap=True,
+            num_device_blocks=device_limit,
+        )  # fmt: skip
+
+    def room(self, placement: str) -> int:
+        device = self.scheduler.pools[Placement.DEVICE].limit
+        if self.policy == "device-only":
+            return 0 if placement == "host" else device
+        return {"device": device}.get(placement, 24)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(error=st.sampled_from([1 / 3, 1.0, 3.0]), host_error=st.sampled_from([1 / 3, 1.0, 3.0]))
+    def measure(self, error: float, host_error: float) -> None:
+        plan = self.in_flight[0]
+        if plan.prediction is not None:
+            p = plan.prediction
+            self.scheduler.observe(plan, error * p.step_s, host_error * p.host_attention_s)
+
+    def check_plan(self, plan: Plan) -> None:
+        self.check_rows(plan)
+        moving = {swap.request for swap in plan.swaps}
+        assert not moving & {row.request for row in plan.rows}
+        for swap in plan.swaps:
+            last = self.moved.get(swap.request)
+            on_device = [r for r in self.scheduler.running if r.placement is Placement.DEVICE]
+            if not (self.policy == "device-only" and on_device == [swap.request]):
+                assert last is None or plan.step - last >= MIN_STEPS_BETWEEN_MOVES
+            self.moved[swap.request] = plan.step
+            assert swap.placement_to is swap.request.placement
+            assert len(swap.source_blocks) == len(swap.target_blocks) == -(-swap.num_tokens // 16)
+            assert swap.num_tokens <= self.resident[swap.request]
+        for request in self.scheduler.running:
+            if request.placement is Placement.HOST and self.policy != "device-only":
+                assert plan.step - request.served_step <= MAX_WAIT_STEPS + 8
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, derandomize=True
+)
+TestWeighingMachine = WeighingMachine.TestCase
+TestWeighingMachine.settings = settings(
     max_examples=60, stateful_step_count=60, deadline=None, derandomize=True
 )
 
