@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 
 import pytest
 
 from neojax.sampling_params import SamplingParams
-from tests.engine.tiny import GREEDY, assert_same_tokens, mixed_requests, run_all, tiny_model
+from neojax.scheduler.policy import load_policy
+from neojax.scheduler.scheduler import Scheduler
+from tests.engine.tiny import (
+    BASE,
+    GREEDY,
+    assert_same_tokens,
+    mixed_requests,
+    run_all,
+    tiny_model,
+)
 from tests.soak import RandomSwapping, Soak
 
 
@@ -119,3 +129,27 @@ def test_a_step_of_nothing_but_a_swap_runs(soak: Soak, swapping: RandomSwapping)
     swapping.probability = 0.0
     (wanted,) = run_all(engine, [(list(range(40)), GREEDY)])
     assert tokens == wanted[:12]
+
+
+@pytest.mark.parametrize("policy", ["device-only", "auto"])
+def test_a_full_device_swaps_instead_of_computing_again(engine_of, policy: str):
+    engine = engine_of(policy="device-only")
+    requests = [
+        (prompt[:40], dataclasses.replace(params, max_tokens=40))
+        for prompt, params in mixed_requests(6, seed=12)
+    ]
+    expected = run_all(engine, requests)
+    usual = engine.scheduler
+    engine.scheduler = Scheduler(
+        dataclasses.replace(usual.limits, can_swap=True), load_policy(policy)
+    )
+    try:
+        engine.set_block_limit(12)
+        got = run_all(engine, requests)
+        assert_same_tokens(tiny_model(BASE), requests, expected, got)
+        if policy == "device-only":
+            assert engine.stats().requests_swapped_out > 0
+            assert engine.stats().requests_swapped_in > 0
+            assert engine.stats().num_preemptions == 0
+    finally:
+        engine.scheduler = usual
