@@ -27,6 +27,7 @@ from neojax.runner.rolling import Parked, RollingPrograms
 from neojax.runner.scores import Scores
 from neojax.runner.shapes import AttentionShape
 from neojax.runner.stages import KV, Leaves
+from neojax.runner.step_meta import Packed
 
 AfterLayer: TypeAlias = Callable[[int], None]
 """Called when a layer of every sub-batch has been launched, in ascending order and at last with
@@ -184,26 +185,27 @@ class SubBatchLane:
     def _kv(self, layer: int) -> KV | None:
         return self.state.pools[layer] if self.has_device_tokens else None
 
-    def _attend(self, layer: int, kv: KV | None, rows: jax.Array, x: jax.Array, ticket: Any):
+    def _attend(self, layer: int, kv: KV | None, rows: Any, x: jax.Array, ticket: Any) -> None:
         state, programs = self.state, self.batch.programs
         self.x, self.ticket = x, ticket
         if kv is None:
             return
         state.pools[layer] = kv
-        self.attended = programs.attend[self.batch.attention](self.packed, rows, kv)
+        meta = self.packed.attention
+        self.attended = programs.attend[self.batch.attention](meta, rows, kv)
         if self.batch.has_host_chunks:
             parity = layer % 2
             state.scratch[parity], self.attended, _ = programs.attend_host_chunks(
-                self.packed, state.layer_ids[layer], rows, self.attended, state.scratch[parity]
+                meta, state.layer_ids[layer], rows, self.attended, state.scratch[parity]
             )
 
 
-def _head(state: DeviceState, batch: Batch, packed: jax.Array, x: jax.Array) -> Sampled:
-    programs = batch.programs
-    logits = programs.logits(state.ends, packed, x) if batch.wants_logits else None
+def _head(state: DeviceState, batch: Batch, packed: Packed, x: jax.Array) -> Sampled:
+    programs, sampling = batch.programs, packed.sampling
+    logits = programs.logits(state.ends, sampling, x) if batch.wants_logits else None
     if batch.head is not Head.FULL:
         head = programs.head_greedy if batch.head is Head.GREEDY else programs.head_sample
-        state.tokens, tokens = head(state.ends, packed, x, state.tokens)
+        state.tokens, tokens = head(state.ends, sampling, x, state.tokens)
         return Sampled(tokens, logits, None, ())
     results = []
     for rows in (batch.sample_rows, *batch.prompt_rows):

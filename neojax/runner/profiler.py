@@ -74,7 +74,7 @@ class Profiler:
         """Measure everything. A few seconds, most of them in the largest prefill chunks."""
         with tqdm(desc="Measuring costs", unit=" points", disable=not progress) as self._bar:
             linear = {shape: self._linear(shape) for shape in self._buckets.device_shapes}
-            pipelined = {s: self._pipelined(s) for s in self._buckets.device_shapes}
+            pipelined = {s: self._pipelined(s) for s in self._buckets.pipelined_shapes}
             by_rows = _steps(pipelined)
             hop = {
                 s: max(0.0, self._pipelined(s) - by_rows(s.num_rows))
@@ -104,7 +104,7 @@ class Profiler:
     def _linear(self, shape: Shape) -> float:
         """A layer of a DEVICE_ONLY step with nothing to attend to."""
         empty = self._programs[shape, 0].stages.layout.empty()
-        return self._layers(shape, self._buckets.attentions(shape)[-1], empty)
+        return self._layers(shape, next(reversed(self._programs[shape, 0].layers)), empty)
 
     def _layers(self, shape: Shape, attention: AttentionShape, packed: np.ndarray) -> float:
         """A layer of the grouped programs."""
@@ -133,7 +133,7 @@ class Profiler:
         batch = Batch(
             programs,
             programs.stages.layout.empty(),
-            (self._buckets.attentions(shape) or [AttentionShape(0, False)])[-1],
+            next(reversed(programs.attend), AttentionShape(0, False)),
             Head.GREEDY,
             has_host_chunks=False,
         )
@@ -167,7 +167,7 @@ class Profiler:
 
         def run() -> jax.Array:
             meta, x = programs.embed(state.ends, packed, state.tokens)
-            state.tokens, tokens = programs.head_greedy(state.ends, meta, x, state.tokens)
+            state.tokens, tokens = programs.head_greedy(state.ends, meta.sampling, x, state.tokens)
             return tokens
 
         return self._seconds(run)
@@ -239,15 +239,15 @@ class Profiler:
 
     def _attention(self, batch: SubBatch, linear: dict[Shape, float]) -> float:
         """What a batch's attention adds to a layer."""
+        # Alone, a short program would be measured by its launch: on a GPU, whole layers.
+        mode = Mode.DEVICE_ONLY if self._is_gpu else Mode.PIPELINED
         has_chunks = bool(batch.chunks)
-        shape = self._buckets.shape(batch.num_device_tokens, 0, has_chunks=has_chunks)
-        attention = self._buckets.attention(
-            max(len(row.blocks) for row in batch.rows), has_chunks=has_chunks
-        )
+        shape = self._buckets.shape(mode, batch.num_device_tokens, 0, has_chunks=has_chunks)
+        num_blocks = max(len(row.blocks) for row in batch.rows)
+        attention = self._buckets.attention(mode, shape, num_blocks, has_chunks=has_chunks)
         layout = self._programs[shape, 0].stages.layout
         packed, _ = layout.pack(batch, 0)
         if self._is_gpu:
-            # Alone, a short program would be measured by its launch.
             return max(0.0, self._layers(shape, attention, packed) - linear[shape])
         idle = self._attend(shape, attention, layout.empty())
         return max(0.0, self._attend(shape, attention, packed) - idle)
@@ -263,20 +263,20 @@ class Profiler:
 
         return self._seconds(run) / len(pools)
 
-    def _entered(self, shape: Shape, packed: np.ndarray) -> tuple[Any, jax.Array]:
-        """Metadata on the device, and rows of q, k and v."""
+    def _entered(self, shape: Shape, packed: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Attention's metadata on the device, and rows of q, k and v."""
         state, programs = self._state, self._programs[shape, 0]
         meta, x = programs.embed(state.ends, packed, state.tokens)
         state.pools[0], rows, _, _ = programs.enter(
             state.layers[0], meta, state.layer_ids[0], x, state.pools[0]
         )
-        return meta, rows
+        return meta.attention, rows
 
     def _copies(self) -> tuple[Table1, Table1]:
         """Copies of a HOST chunk's K/V to the arena, and of its prefix from there, a layer."""
         p = self._geometry.block_size
         limit = min(self._max_model_len, self._host.num_blocks * p)
-        shape = self._buckets.device_shapes[-1]
+        shape = self._buckets.pipelined_shapes[-1]
         most = min(shape.num_tokens, limit)
         nothing = self._host_chunk(shape, 0, 0)
 
@@ -304,8 +304,7 @@ class Profiler:
             self._host.put_plan(plan, MAX_RUNS * len(state.layers))
             layout.views(packed)["scalars"][4] = 0  # tiles: moves alone are to be measured
         meta, rows = self._entered(shape, packed)
-        attention = self._buckets.attentions(shape)[0]
-        attended = programs.attend[attention](meta, rows, state.pools[0])
+        attended = next(iter(programs.attend.values()))(meta, rows, state.pools[0])
 
         def run() -> jax.Array:
             nonlocal attended

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from neojax.runner.logit_state import LogitState
 from neojax.runner.shapes import AttentionShape, Shape
 from neojax.runner.stages import KV, Leaves, Stages
+from neojax.scheduler.plan import Mode
 
 
 class Head(enum.Enum):
@@ -30,46 +31,95 @@ class Head(enum.Enum):
 class Programs:
     """The jitted stages of one shape. Pools, tokens and activations are donated.
 
-    attentions: the attention shapes that `layers` and `attend` have programs for.
+    attentions: by mode, the attention shapes that `layers` and `attend` have programs for.
     head_full: shared by all shapes.
-    ends: programs of the same shape on another channel; embedding and head are shared with them.
+    twin: programs of the same shape on another channel; embedding and head are shared with them.
+    head: programs whose head takes as many rows; it is shared with them.
+    attend: programs of as many device tokens; attention on the device is shared with them.
     """
 
     def __init__(
         self,
         stages: Stages,
-        attentions: Sequence[AttentionShape],
+        attentions: Mapping[Mode, Sequence[AttentionShape]],
         head_full: Callable[..., Any],
-        ends: Programs | None = None,
+        *,
+        twin: Programs | None = None,
+        head: Programs | None = None,
+        attend: Programs | None = None,
     ) -> None:
         self.stages = stages
-        self.owns_ends = ends is None
+        self.modes = frozenset(attentions)
         jit = jax.jit
+        self.embed = twin.embed if twin else jit(stages.embed)
         self.layers = {
             shape: jit(functools.partial(stages.layers, shape=shape), donate_argnums=(1, 3))
-            for shape in attentions
-        }
-        self.attend = {
-            shape: jit(functools.partial(stages.attend, shape=shape)) for shape in attentions
+            for shape in attentions.get(Mode.DEVICE_ONLY, ())
         }
         self.enter = jit(stages.enter, donate_argnums=(3, 4))
         self.linear = jit(stages.linear, donate_argnums=(4, 7))
         self.leave = jit(stages.leave)
-        self.attend_host_chunks = jit(stages.attend_host_chunks, donate_argnums=(3, 4))
+        if attend:
+            self.attend, self.attend_host_chunks = attend.attend, attend.attend_host_chunks
+        else:
+            self.attend = {
+                shape: jit(functools.partial(stages.attend, shape=shape))
+                for shape in attentions.get(Mode.PIPELINED, ())
+            }
+            self.attend_host_chunks = jit(stages.attend_host_chunks, donate_argnums=(3, 4))
         self.head_full = head_full
-        if ends is not None:
-            self.embed, self.logits = ends.embed, ends.logits
-            self.head_greedy, self.head_sample = ends.head_greedy, ends.head_sample
-            return
-        self.embed = jit(stages.embed)
-        self.logits = jit(stages.logits)
-        self.head_greedy = jit(functools.partial(stages.head, is_greedy=True), donate_argnums=3)
-        self.head_sample = jit(functools.partial(stages.head, is_greedy=False), donate_argnums=3)
+        if head := twin or head:
+            self.logits = head.logits
+            self.head_greedy, self.head_sample = head.head_greedy, head.head_sample
+        else:
+            self.logits = jit(stages.logits)
+            self.head_greedy = jit(functools.partial(stages.head, is_greedy=True), donate_argnums=3)
+            self.head_sample = jit(
+                functools.partial(stages.head, is_greedy=False), donate_argnums=3
+            )
 
     @property
     def shape(self) -> Shape:
         """The padded size these programs are for."""
         return self.stages.layout.shape
+
+    def signatures(self, a: Arguments) -> Iterator[Signature]:
+        """Every program that a step of this shape may run."""
+        layout, shape, model = self.stages.layout, self.shape, self.stages.model
+        num_tokens = shape.num_tokens
+        spec = jax.ShapeDtypeStruct
+        packed_host = np.zeros(layout.size, np.int32)
+        packed = jax.eval_shape(layout.split, packed_host)
+        x = spec((shape.num_rows, a.hidden_size), a.dtype)
+        last_x = spec((layout.head_rows, a.hidden_size), a.dtype)
+        first, last, layer = a.layers[0], a.layers[-1], a.layer_ids[0]
+
+        def of(name: str, *args: Any, function: Any = None) -> Signature:
+            return Signature(name, shape, function or getattr(self, name), args)
+
+        yield of("embed", a.ends, packed_host, a.tokens)
+        yield of("head_greedy", a.ends, packed.sampling, last_x, a.tokens)
+        yield of("head_sample", a.ends, packed.sampling, last_x, a.tokens)
+        group = a.layers_per_program
+        for function in self.layers.values():
+            yield of("layers", a.layers[:group], a.pools[:group], packed, x, function=function)
+        if Mode.PIPELINED not in self.modes:
+            return
+        width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        rows = spec((num_tokens, width), a.dtype)
+        attended = (
+            spec((num_tokens, model.num_heads, model.head_dim), a.dtype) if num_tokens else None
+        )
+        ticket = spec((1,), jnp.int32) if shape.num_host_rows else None
+        kv = a.pools[0] if num_tokens else None
+        yield of("enter", first, packed, layer, x, kv)
+        yield of("leave", last, packed, x, attended, ticket)
+        if len(a.layers) > 1:
+            yield of("linear", first, last, packed, layer, x, attended, ticket, kv)
+        if num_tokens:
+            for function in self.attend.values():
+                yield of("attend", packed.attention, rows, kv, function=function)
+            yield of("attend_host_chunks", packed.attention, layer, rows, attended, a.scratch)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,48 +152,18 @@ class Arguments:
     dtype: Any
 
 
-def signatures(programs: Programs, a: Arguments, *, has_host: bool) -> Iterator[Signature]:
-    """Every program of a shape that a step may run."""
-    stages, shape = programs.stages, programs.shape
-    model, num_tokens = stages.model, shape.num_tokens
-    spec = jax.ShapeDtypeStruct
-    packed_host = np.zeros(stages.layout.size, np.int32)
-    packed = spec(packed_host.shape, jnp.int32)
-    x = spec((shape.num_rows, a.hidden_size), a.dtype)
-    width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    rows = spec((shape.num_rows, width), a.dtype)
-    attended = spec((num_tokens, model.num_heads, model.head_dim), a.dtype) if num_tokens else None
-    ticket = spec((1,), jnp.int32) if shape.num_host_rows else None
-    kv = a.pools[0] if num_tokens else None
-    first, last, layer = a.layers[0], a.layers[-1], a.layer_ids[0]
-
-    def of(name: str, *args: Any, function: Any = None) -> Signature:
-        return Signature(name, shape, function or getattr(programs, name), args)
-
-    if programs.owns_ends:
-        yield of("embed", a.ends, packed_host, a.tokens)
-        yield of("head_greedy", a.ends, packed, x, a.tokens)
-        yield of("head_sample", a.ends, packed, x, a.tokens)
-    if num_tokens:
-        group = a.layers_per_program
-        for function in programs.layers.values():
-            args = (a.layers[:group], a.pools[:group], packed, x)
-            yield of("layers", *args, function=function)
-    if not has_host:
-        return
-    yield of("enter", first, packed, layer, x, kv)
-    yield of("leave", last, packed, x, attended, ticket)
-    if len(a.layers) > 1:
-        yield of("linear", first, last, packed, layer, x, attended, ticket, kv)
-    if num_tokens:
-        for function in programs.attend.values():
-            yield of("attend", packed, rows, kv, function=function)
-        yield of("attend_host_chunks", packed, layer, rows, attended, a.scratch)
+def signatures(all_programs: Iterable[Programs], a: Arguments) -> list[Signature]:
+    """Every program that a step may run; one that several shapes share is there once."""
+    found: dict[int, Signature] = {}
+    for programs in all_programs:
+        for signature in programs.signatures(a):
+            found.setdefault(id(signature.function), signature)
+    return [*found.values(), *_head_signatures(all_programs, a)]
 
 
-def head_signatures(all_programs: Iterable[Programs], a: Arguments) -> Iterator[Signature]:
+def _head_signatures(all_programs: Iterable[Programs], a: Arguments) -> Iterator[Signature]:
     """The full head of every number of rows; one serves all shapes that have it."""
-    by_rows = {p.shape.num_rows: p for p in all_programs}
+    by_rows = {p.stages.layout.head_rows: p for p in all_programs}
     for num_rows, programs in sorted(by_rows.items()):
         x = jax.ShapeDtypeStruct((num_rows, a.hidden_size), a.dtype)
         packed = np.zeros((10, programs.stages.layout.num_samples), np.int32)

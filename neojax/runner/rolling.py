@@ -27,11 +27,19 @@ from jaxtyping import Array, Float, Int
 
 from neojax.ops import host_attention
 from neojax.ops.attention import Decodes, NewRows, Tiles
-from neojax.runner.programs import Arguments, Programs, Signature, signatures
+from neojax.runner.programs import Arguments, Programs, Signature
 from neojax.runner.shapes import AttentionShape
-from neojax.runner.stages import KV, Leaves, Stages, attention_of, finish, project
-from neojax.runner.step_meta import StepMeta
-from neojax.scheduler.plan import Row
+from neojax.runner.stages import (
+    KV,
+    Leaves,
+    Stages,
+    attention_of,
+    finish,
+    project,
+    side_by_side,
+)
+from neojax.runner.step_meta import Packed
+from neojax.scheduler.plan import Mode, Row
 
 
 class Parked(NamedTuple):
@@ -72,7 +80,7 @@ def layers(
     pools: tuple[KV, ...],
     scratch: tuple[KV, KV] | None,
     parked: tuple[Parked, ...],
-    packed: Int[Array, "M"],
+    packed: Packed,
     layer_ids: tuple[Int[Array, ""], ...],
     x: Float[Array, "R D"],
     *,
@@ -82,7 +90,7 @@ def layers(
 
     scratch: of HOST-placed prefill chunks; None where the step has none.
     """
-    meta = stages.layout.unpack(packed)
+    meta = stages.layout.attention(packed.attention)
     tiles, decodes = attention_of(meta, shape)
     scratches: list[Any] = [None, None] if scratch is None else list(scratch)
     updated: list[KV] = []
@@ -91,7 +99,7 @@ def layers(
         zip(layers, pools, parked, layer_ids, strict=True)
     ):
         kv, scratches[i % 2], group, x = _layer(
-            stages, leaves, kv, scratches[i % 2], group, packed, meta, layer, tiles, decodes, x
+            stages, leaves, kv, scratches[i % 2], group, packed, layer, tiles, decodes, x
         )
         updated.append(kv)
         groups.append(group)
@@ -111,8 +119,7 @@ def _layer(
     kv: KV,
     scratch: KV | None,
     parked: Parked,
-    packed: jax.Array,
-    meta: StepMeta,
+    packed: Packed,
     layer: jax.Array,
     tiles: Tiles | None,
     decodes: Decodes,
@@ -121,20 +128,23 @@ def _layer(
     assert stages.channel is not None
     lane, channel = stages.channel.lane, stages.channel.index
     model, num_tokens = stages.model, stages.layout.shape.num_tokens
+    meta = stages.layout.attention(packed.attention)
     groups = meta.rolling
-    positions = jnp.concatenate([meta.positions[:num_tokens], groups.positions[layer]])
+    positions = stages.layout.rows(packed).positions[:num_tokens]
+    positions = jnp.concatenate([positions, groups.positions[layer]])
     q, k, v = project(model.merge_layer(leaves), x, positions)
-    rows = jnp.concatenate([a.reshape(len(x), -1) for a in (q, k, v)], axis=1)
+    group_rows = side_by_side(a[num_tokens:] for a in (q, k, v))
     # The group's residual is the tie: the next layer's calls come after it, and it is small.
     hdr = jnp.stack([groups.plan[layer], layer, groups.num_rows[layer]])
-    ticket, tie = host_attention.start(
-        rows[num_tokens:], hdr, x[num_tokens:], lane=lane, channel=channel
-    )
+    ticket, tie = host_attention.start(group_rows, hdr, x[num_tokens:], lane=lane, channel=channel)
     q, k, v = q[:num_tokens], k[:num_tokens], v[:num_tokens]
-    kv = stages.append(kv, meta, k, v)
+    kv = stages.append(kv, meta.kv_slots, k, v)
     attended = stages.attend_device(q, kv.k, kv.v, tiles, decodes, NewRows(k, v))
     if scratch is not None:
-        scratch, attended, _ = stages.attend_host_chunks(packed, layer, rows, attended, scratch)
+        rows = side_by_side((q, k, v))
+        scratch, attended, _ = stages.attend_host_chunks(
+            packed.attention, layer, rows, attended, scratch
+        )
     out, tie = host_attention.join(
         parked.ticket,
         tie,
@@ -178,7 +188,7 @@ class RollingPrograms(Programs):
         attentions: Sequence[AttentionShape],
         head_full: Callable[..., Any],
     ) -> None:
-        super().__init__(stages, attentions, head_full)
+        super().__init__(stages, {Mode.ROLLING: attentions}, head_full)
         self.rolling = {
             shape: jax.jit(
                 functools.partial(layers, stages, shape=shape), donate_argnums=(1, 2, 3, 6)
@@ -187,28 +197,27 @@ class RollingPrograms(Programs):
         }
         self.park = jax.jit(functools.partial(park, stages), donate_argnums=0)
 
-
-def rolling_signatures(programs: RollingPrograms, a: Arguments) -> Iterator[Signature]:
-    """Every program of a shape that a ROLLING step may run."""
-    shape, spec = programs.shape, jax.ShapeDtypeStruct
-    yield from (s for s in signatures(programs, a, has_host=False) if s.name != "layers")
-    group = a.layers_per_program
-    parked = Parked(spec((shape.num_host_rows, a.hidden_size), a.dtype), spec((1,), jnp.int32))
-    packed = spec((programs.stages.layout.size,), jnp.int32)
-    x = spec((shape.num_rows, a.hidden_size), a.dtype)
-    for attention, function in programs.rolling.items():
-        scratches: list[Any] = [None]
-        if attention.has_chunks and a.scratch is not None:
-            scratches.append((a.scratch, a.scratch))
-        for scratch in scratches:
-            args = (
-                a.layers[:group],
-                a.pools[:group],
-                scratch,
-                (parked,) * group,
-                packed,
-                a.layer_ids[:group],
-                x,
-            )
-            yield Signature("rolling", shape, function, args)
-    yield Signature("park", shape, programs.park, (parked.x,))
+    def signatures(self, a: Arguments) -> Iterator[Signature]:
+        """Every program that a ROLLING step of this shape may run."""
+        yield from super().signatures(a)
+        shape, spec = self.shape, jax.ShapeDtypeStruct
+        layout, group = self.stages.layout, a.layers_per_program
+        parked = Parked(spec((shape.num_host_rows, a.hidden_size), a.dtype), spec((1,), jnp.int32))
+        packed = jax.eval_shape(layout.split, spec((layout.size,), jnp.int32))
+        x = spec((shape.num_rows, a.hidden_size), a.dtype)
+        for attention, function in self.rolling.items():
+            scratches: list[Any] = [None]
+            if attention.has_chunks and a.scratch is not None:
+                scratches.append((a.scratch, a.scratch))
+            for scratch in scratches:
+                args = (
+                    a.layers[:group],
+                    a.pools[:group],
+                    scratch,
+                    (parked,) * group,
+                    packed,
+                    a.layer_ids[:group],
+                    x,
+                )
+                yield Signature("rolling", shape, function, args)
+        yield Signature("park", shape, self.park, (parked.x,))

@@ -26,16 +26,9 @@ from neojax.runner.lanes import Batch, DeviceState
 from neojax.runner.logit_rows import LogitRows
 from neojax.runner.logit_state import LogitStateSizes
 from neojax.runner.profiler import Profiler
-from neojax.runner.programs import (
-    Arguments,
-    Head,
-    Programs,
-    Signature,
-    compile_all,
-    head_signatures,
-    signatures,
-)
-from neojax.runner.rolling import Register, RollingPrograms, rolling_signatures
+from neojax.runner.program_set import B0, B1, DEEP, ProgramSet, make_programs
+from neojax.runner.programs import Arguments, Head, Signature, compile_all, signatures
+from neojax.runner.rolling import Register, RollingPrograms
 from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
 from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages, head_full
 from neojax.runner.step_handle import StepHandle, wants_logprobs
@@ -45,9 +38,6 @@ from neojax.scheduler.costs import CostTables
 from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
 
 log = logging.getLogger(__name__)
-
-B0, B1, DEEP = 0, 1, 2
-"""Channels: of the sub-batches, and of the groups of ROLLING steps."""
 
 WARM_UP_ROUNDS = {"gpu": 2}
 """Runs of every program before ready. A GPU records CUDA graphs at the second run, and drops them
@@ -85,9 +75,8 @@ class Runner:
             -(-config.max_model_len // geometry.block_size),
             has_host=config.num_host_blocks > 0,
             is_gpu=jax.default_backend() == "gpu",
+            tokens=config.token_buckets,
         )
-        if config.token_buckets is not None:
-            self._buckets = dataclasses.replace(self._buckets, tokens=config.token_buckets)
         self.host: HostPool | None = None
         if config.num_host_blocks:
             self.host = HostPool(
@@ -173,7 +162,7 @@ class Runner:
             swaps(self.geometry.num_layers - 1)
             return StepHandle(plan, [], self.host, swaps.done)
         batches = [
-            self._batch(batch, index)._replace(wants_logits=wants_logits)
+            self._batch(plan.mode, batch, index)._replace(wants_logits=wants_logits)
             for index, batch in enumerate(plan.sub_batches)
         ]
         if plan.mode is Mode.DEVICE_ONLY:
@@ -200,7 +189,7 @@ class Runner:
         )
         for _ in range(WARM_UP_ROUNDS.get(jax.default_backend(), 0)):
             for shape in self._buckets.device_shapes:
-                for attention_shape in self._buckets.attentions(shape):
+                for attention_shape in self._programs[shape, B0].layers:
                     for head in Head:
                         batch = self._empty_batch(shape, B0, head, attention_shape)
                         lanes.run_device_only(self._state, batch, self.config.layers_per_program)
@@ -259,22 +248,21 @@ class Runner:
         assert self._swapper is not None
         for launch in self._swapper.empty_launches():
             launch()
-        shapes = [*self._buckets.device_shapes, *self._buckets.host_shapes]
-        for i, shape in enumerate(shapes):
-            b1 = self._buckets.host_shapes[i % len(self._buckets.host_shapes)]
-            batches = [
-                self._empty_batch(shape, B0, Head.GREEDY),
-                self._empty_batch(b1, B1, Head.GREEDY),
-            ]
-            lanes.run_pipelined(self._state, batches)
-        for shape in self._buckets.host_shapes:
+        b = self._buckets
+        for i, shape in enumerate([*b.pipelined_shapes, *b.mixed, *b.host_shapes]):
+            b1 = self._empty_batch(b.host_shapes[i % len(b.host_shapes)], B1, Head.GREEDY)
+            for attention_shape in self._programs[shape, B0].attend or [None]:
+                b0 = self._empty_batch(shape, B0, Head.GREEDY, attention_shape)
+                lanes.run_pipelined(self._state, [b0, b1])
+        for shape in b.mixed:  # some have a head of their own
+            attention_shape = next(iter(self._programs[shape, B0].attend))
             for head in (Head.SAMPLE, Head.FULL):
-                batches = [self._empty_batch(shape, index, head) for index in (B0, B1)]
-                lanes.run_pipelined(self._state, batches)
+                b0 = self._empty_batch(shape, B0, head, attention_shape)
+                lanes.run_pipelined(self._state, [b0])
 
     def _warm_up_rolling(self) -> None:
         for shape in self._rolling_shapes:
-            for attention_shape in self._buckets.attentions(shape):
+            for attention_shape in self._buckets.attentions(Mode.ROLLING, shape.num_tokens):
                 for head in Head:
                     batch = self._empty_batch(shape, DEEP, head, attention_shape)
                     has_chunks = head is Head.GREEDY and attention_shape.has_chunks
@@ -283,10 +271,9 @@ class Runner:
 
     def _rolling_batch(self, plan: Plan) -> Batch:
         b0, entering = plan.b0, plan.rolling.entering
-        shape = Shape(
-            self._buckets.rolling_shape(b0.num_device_tokens, has_chunks=bool(b0.chunks)),
-            self.config.rolling_rows,
-        )
+        has_chunks = bool(b0.chunks)
+        tokens = self._buckets.padded(Mode.ROLLING, b0.num_device_tokens, has_chunks=has_chunks)
+        shape = Shape(tokens, self.config.rolling_rows)
         programs = self._programs[shape, DEEP]
         assert self.host is not None
         plan_index = self.host.next_plan
@@ -300,17 +287,17 @@ class Runner:
         made = Batch(
             programs,
             packed,
-            self._buckets.attention(num_blocks, has_chunks=bool(b0.chunks)),
+            self._buckets.attention(Mode.ROLLING, shape, num_blocks, has_chunks=has_chunks),
             _head_of(plan.rows),
             has_host_chunks=bool(b0.host_chunks),
         )
         return self._with_full_head(made, b0, plan.rows)
 
-    def _batch(self, batch: SubBatch, index: int) -> Batch:
+    def _batch(self, mode: Mode, batch: SubBatch, index: int) -> Batch:
         has_chunks = bool(batch.chunks)
         num_blocks = max((len(row.blocks) for row in batch.decodes), default=0)
         shape = self._buckets.shape(
-            batch.num_device_tokens, len(batch.host_decodes), has_chunks=has_chunks
+            mode, batch.num_device_tokens, len(batch.host_decodes), has_chunks=has_chunks
         )
         programs = self._programs[shape, index]
         plan_index = 0 if self.host is None else self.host.next_plan
@@ -321,7 +308,7 @@ class Runner:
         made = Batch(
             programs,
             packed,
-            self._buckets.attention(num_blocks, has_chunks=has_chunks),
+            self._buckets.attention(mode, shape, num_blocks, has_chunks=has_chunks),
             _head_of(batch.rows),
             has_host_chunks=bool(batch.host_chunks),
         )
@@ -348,16 +335,19 @@ class Runner:
         head: Head,
         attention_shape: AttentionShape | None = None,
     ) -> Batch:
-        """Padding only: every slot dropped, no host row, no chunk."""
+        """Padding only: every slot dropped, no host row, no chunk.
+
+        attention_shape: None for sub-batches without device tokens.
+        """
         programs = self._programs[shape, index]
         packed = programs.stages.layout.empty()
         neutral = self._logit_rows.sizes.neutral
         return Batch(
             programs,
             packed,
-            attention_shape or self._buckets.attentions(shape)[0],
+            attention_shape or AttentionShape(0, False),
             head,
-            has_host_chunks=self.host is not None and shape.num_tokens > 0,
+            has_host_chunks=bool(programs.attend),
             sample_rows=programs.stages.layout.sample_rows(packed, [], neutral),
         )
 
@@ -375,7 +365,7 @@ class Runner:
     @property
     def _rolling_shapes(self) -> list[Shape]:
         rows = self.config.rolling_rows
-        return [Shape(tokens, rows) for tokens in self._buckets.rolling_tokens] if rows else []
+        return [Shape(tokens, rows) for tokens in self._buckets.grid(Mode.ROLLING)] if rows else []
 
     def _park_groups(self) -> None:
         """Give each layer a group without rows; the lane has no job of an earlier one."""
@@ -389,12 +379,12 @@ class Runner:
             programs.park(jnp.zeros(shape, self._dtype)) for _ in range(self.geometry.num_layers)
         ]
 
-    def _make_programs(self) -> dict[tuple[Shape, int], Programs]:
+    def _make_programs(self) -> ProgramSet:
         lane = None if self.host is None else self.host.lane.id
         # tokens and logit state are donated
         full = jax.jit(functools.partial(head_full, self._parts), donate_argnums=(3, 4))
 
-        def stages(shape: Shape, index: int) -> Stages:
+        def stages(shape: Shape, index: int, head_rows: int) -> Stages:
             layout = MetaLayout(
                 shape=shape,
                 max_num_seqs=self.config.max_num_seqs,
@@ -402,23 +392,13 @@ class Runner:
                 table_width=-(-self.config.max_model_len // self.geometry.block_size),
                 num_device_slots=self.config.num_device_blocks * self.geometry.block_size,
                 num_scratch_slots=self.scratch_tokens,
+                head_rows=head_rows,
                 num_rolling_layers=self.geometry.num_layers if index == DEEP else 0,
             )
             channel = None if lane is None else Channel(lane, index)
             return Stages(self._parts, layout, self._attention, channel)
 
-        def programs(shape: Shape, index: int, ends: Programs | None = None) -> Programs:
-            attentions = self._buckets.attentions(shape)
-            return Programs(stages(shape, index), attentions, full, ends)
-
-        made = {(shape, B0): programs(shape, B0) for shape in self._buckets.device_shapes}
-        for shape in self._buckets.host_shapes:
-            made[shape, B0] = programs(shape, B0)
-            made[shape, B1] = programs(shape, B1, ends=made[shape, B0])
-        for shape in self._rolling_shapes:
-            attentions = self._buckets.attentions(shape)
-            made[shape, DEEP] = RollingPrograms(stages(shape, DEEP), attentions, full)
-        return made
+        return make_programs(self._buckets, self._rolling_shapes, stages, full)
 
     def _signatures(self) -> list[Signature]:
         state = self._state
@@ -435,16 +415,7 @@ class Runner:
             dtype=self._dtype,
         )
         return [
-            *(
-                signature
-                for programs in self._programs.values()
-                for signature in (
-                    rolling_signatures(programs, arguments)
-                    if isinstance(programs, RollingPrograms)
-                    else signatures(programs, arguments, has_host=self.host is not None)
-                )
-            ),
-            *head_signatures(self._programs.values(), arguments),
+            *signatures(self._programs.values(), arguments),
             *self._logit_rows.signatures(state.logit_state),
             *(() if self._swapper is None else self._swapper.signatures()),
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -23,7 +23,7 @@ from neojax.runner import logit_state, sampling
 from neojax.runner.logit_state import LogitState
 from neojax.runner.scores import Scores, score
 from neojax.runner.shapes import AttentionShape
-from neojax.runner.step_meta import MetaLayout, SampleRows, StepMeta
+from neojax.runner.step_meta import AttentionMeta, MetaLayout, Packed, SampleRows, Sampling
 
 Leaves: TypeAlias = tuple[jax.Array, ...]
 """Parameters of one layer (or of the ends), flat: dispatch costs less than with a dictionary."""
@@ -70,49 +70,51 @@ class Stages:
 
     def embed(
         self, ends: Leaves, packed: Int[Array, "M"], tokens: Int[Array, "slots"]
-    ) -> tuple[Int[Array, "M"], Float[Array, "R D"]]:
+    ) -> tuple[Packed, Float[Array, "R D"]]:
         """First stage. Returns the metadata too: later programs find it on the device."""
-        meta = self.layout.unpack(packed)
-        newest = tokens[meta.request_slots]
-        ids = jnp.where(meta.token_ids >= 0, meta.token_ids, newest)
-        return packed, self.model.merge_ends(ends).embed(ids)
+        parts = self.layout.split(packed)
+        rows = self.layout.rows(parts)
+        newest = tokens[rows.request_slots]
+        ids = jnp.where(rows.token_ids >= 0, rows.token_ids, newest)
+        return parts, self.model.merge_ends(ends).embed(ids)
 
     def layers(
         self,
         layers: tuple[Leaves, ...],
         pools: tuple[KV, ...],
-        packed: Int[Array, "M"],
+        packed: Packed,
         x: Float[Array, "R D"],
         *,
         shape: AttentionShape,
     ) -> tuple[tuple[KV, ...], Float[Array, "R D"]]:
         """Whole layers of a DEVICE_ONLY step."""
-        meta = self.layout.unpack(packed)
+        positions = self.layout.rows(packed).positions
+        meta = self.layout.attention(packed.attention)
         tiles, decodes = attention_of(meta, shape)
         updated = []
         for leaves, kv in zip(layers, pools, strict=True):
-            kv, x = _whole_layer(self, leaves, kv, meta, tiles, decodes, x)
+            kv, x = _whole_layer(self, leaves, kv, positions, meta.kv_slots, tiles, decodes, x)
             updated.append(kv)
         return tuple(updated), x
 
     def enter(
-        self, leaves: Leaves, packed: Int[Array, "M"], layer: Int[Array, ""], x: jax.Array, kv: Any
-    ) -> tuple[Any, jax.Array, jax.Array, Any]:
+        self, leaves: Leaves, packed: Packed, layer: Int[Array, ""], x: jax.Array, kv: Any
+    ) -> tuple[Any, Any, jax.Array, Any]:
         """Pre-projection of a layer, K/V into the pool, start of the host rows' attention.
 
-        Returns (pools, rows [R, (N+2K)·H], x, ticket); pools are None without device tokens, the
-        ticket without host rows.
+        Returns (pools, rows [T, (N+2K)·H] of the device tokens, x, ticket); pools and rows are
+        None without device tokens, the ticket without host rows.
         """
-        meta = self.layout.unpack(packed)
-        q, k, v = project(self.model.merge_layer(leaves), x, meta.positions)
+        q, k, v = project(self.model.merge_layer(leaves), x, self.layout.rows(packed).positions)
+        meta = self.layout.attention(packed.attention)
         num_tokens = self.layout.shape.num_tokens
+        rows = ticket = None
         if kv is not None:
-            kv = self.append(kv, meta, k[:num_tokens], v[:num_tokens])
-        rows = jnp.concatenate([a.reshape(len(x), -1) for a in (q, k, v)], axis=1)
-        ticket = None
+            kv = self.append(kv, meta.kv_slots, k[:num_tokens], v[:num_tokens])
+            rows = side_by_side(a[:num_tokens] for a in (q, k, v))
         if self.channel is not None and self.layout.shape.num_host_rows:
             ticket, x = host_attention.start(
-                rows[num_tokens:],
+                side_by_side(a[num_tokens:] for a in (q, k, v)),
                 jnp.stack([meta.plan, layer, meta.num_host_rows]),
                 x,
                 lane=self.channel.lane,
@@ -121,10 +123,16 @@ class Stages:
         return kv, rows, x, ticket
 
     def leave(
-        self, leaves: Leaves, packed: Int[Array, "M"], x: jax.Array, attended: Any, ticket: Any
+        self, leaves: Leaves, packed: Packed, x: jax.Array, attended: Any, ticket: Any
+    ) -> Float[Array, "R D"]:
+        """After the last layer's attention: what `finish_layer` returns, padded for the head."""
+        x = self.finish_layer(leaves, packed, x, attended, ticket)
+        return jnp.pad(x, ((0, self.layout.head_rows - len(x)), (0, 0)))
+
+    def finish_layer(
+        self, leaves: Leaves, packed: Packed, x: jax.Array, attended: Any, ticket: Any
     ) -> Float[Array, "R D"]:
         """Join of the host rows, post-projection and MLP of a layer."""
-        meta = self.layout.unpack(packed)
         parts = [] if attended is None else [attended]
         if ticket is not None:
             assert self.channel is not None
@@ -139,44 +147,45 @@ class Stages:
                 dtype=x.dtype,
             )
             parts.append(out.reshape(len(out), self.model.num_heads, self.model.head_dim))
-        return finish(self.model.merge_layer(leaves), x, meta.positions, jnp.concatenate(parts))
+        positions = self.layout.rows(packed).positions
+        return finish(self.model.merge_layer(leaves), x, positions, jnp.concatenate(parts))
 
     def linear(
         self,
         this: Leaves,
         following: Leaves,
-        packed: Int[Array, "M"],
+        packed: Packed,
         layer: Int[Array, ""],
         x: jax.Array,
         attended: Any,
         ticket: Any,
         kv: Any,
-    ) -> tuple[Any, jax.Array, jax.Array, Any]:
+    ) -> tuple[Any, Any, jax.Array, Any]:
         """The linear stage: a layer's second half and the next one's first; `layer` is the next.
 
         Returns what `enter` returns.
         """
-        x = self.leave(this, packed, x, attended, ticket)
+        x = self.finish_layer(this, packed, x, attended, ticket)
         return self.enter(following, packed, layer, x, kv)
 
     def attend(
         self,
-        packed: Int[Array, "M"],
-        rows: Float[Array, "R qkv"],
+        meta: Int[Array, "A"],
+        rows: Float[Array, "T qkv"],
         kv: KV,
         *,
         shape: AttentionShape,
     ) -> Float[Array, "T N H"]:
         """Device attention of the device tokens; their K/V are already in the pool."""
-        tiles, decodes = attention_of(self.layout.unpack(packed), shape)
+        tiles, decodes = attention_of(self.layout.attention(meta), shape)
         q, k, v = self._split(rows)
         return self.attend_device(q, kv.k, kv.v, tiles, decodes, NewRows(k, v))
 
     def attend_host_chunks(
         self,
-        packed: Int[Array, "M"],
+        packed: Int[Array, "A"],
         layer: Int[Array, ""],
-        rows: Float[Array, "R qkv"],
+        rows: Float[Array, "T qkv"],
         attended: Float[Array, "T N H"],
         scratch: KV,
     ) -> tuple[KV, Float[Array, "T N H"], Int[Array, "1"]]:
@@ -185,11 +194,10 @@ class Stages:
         The scratch gets the prefix from the arena and the chunk from `rows`; it is as good as a
         device pool for the length of one layer.
         """
-        meta = self.layout.unpack(packed)
+        meta = self.layout.attention(packed)
         lane = self._lane
-        num_tokens = self.layout.shape.num_tokens
         hdr = jnp.stack([meta.plan, layer, meta.num_host_chunks])
-        done, attended = host_attention.store(rows[:num_tokens], hdr, attended, lane=lane)
+        done, attended = host_attention.store(rows, hdr, attended, lane=lane)
         prefix = host_attention.fetch(hdr, scratch.k, scratch.v, lane=lane)
         q, k, v = self._split(rows)
         # [S, K, H]: the library's call takes it as it is (a reshape would cost a copy); as a pool
@@ -215,14 +223,14 @@ class Stages:
     def head(
         self,
         ends: Leaves,
-        packed: Int[Array, "M"],
+        packed: Int[Array, "8 S"],
         x: Float[Array, "R D"],
         tokens: Int[Array, "slots"],
         *,
         is_greedy: bool,
     ) -> tuple[Int[Array, "slots"], Int[Array, "S"]]:
         """Last stage: a token for each sampling row, written to its request's slot."""
-        chosen = self.layout.unpack(packed).sampling
+        chosen = Sampling.unpack(packed)
         logits = self.logits(ends, packed, x)
         if is_greedy:
             likeliest = sampling.greedy(logits)
@@ -232,10 +240,10 @@ class Stages:
         return tokens.at[chosen.slot].set(new, mode="drop"), new
 
     def logits(
-        self, ends: Leaves, packed: Int[Array, "M"], x: Float[Array, "R D"]
+        self, ends: Leaves, packed: Int[Array, "8 S"], x: Float[Array, "R D"]
     ) -> Float[Array, "S V"]:
         """float32 logits of the sampling rows."""
-        chosen = self.layout.unpack(packed).sampling
+        chosen = Sampling.unpack(packed)
         return self.model.merge_ends(ends).head(x[chosen.row])
 
     @property
@@ -243,19 +251,15 @@ class Stages:
         assert self.channel is not None
         return self.channel.lane
 
-    def append(self, kv: KV, meta: StepMeta, k: jax.Array, v: jax.Array) -> KV:
+    def append(self, kv: KV, slots: Int[Array, "T"], k: jax.Array, v: jax.Array) -> KV:
         """K and V of the device tokens, written to their slots of the pool."""
         with jax.named_scope("append"):
-            return KV(
-                attention.append(kv.k, meta.kv_slots, k), attention.append(kv.v, meta.kv_slots, v)
-            )
+            return KV(attention.append(kv.k, slots, k), attention.append(kv.v, slots, v))
 
-    def _split(self, rows: Float[Array, "R qkv"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _split(self, rows: Float[Array, "T qkv"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, N, H], k [T, K, H], v [T, K, H] of the device tokens."""
         m = self.model
-        heads = rows[: self.layout.shape.num_tokens].reshape(
-            self.layout.shape.num_tokens, -1, m.head_dim
-        )
+        heads = rows.reshape(len(rows), -1, m.head_dim)
         return (
             heads[:, : m.num_heads],
             heads[:, m.num_heads : m.num_heads + m.num_kv_heads],
@@ -263,7 +267,12 @@ class Stages:
         )
 
 
-def attention_of(meta: StepMeta, shape: AttentionShape) -> tuple[Tiles | None, Decodes]:
+def side_by_side(arrays: Iterable[jax.Array]) -> Float[Array, "R qkv"]:
+    """q, k and v of each row in one: a copy to the host is one copy."""
+    return jnp.concatenate([a.reshape(len(a), -1) for a in arrays], axis=1)
+
+
+def attention_of(meta: AttentionMeta, shape: AttentionShape) -> tuple[Tiles | None, Decodes]:
     """The attention metadata that a program of this shape looks at."""
     tiles, decodes = meta.tiles, meta.decodes
     width = shape.table_width
@@ -321,7 +330,8 @@ def _whole_layer(
     stages: Stages,
     leaves: Leaves,
     kv: KV,
-    meta: StepMeta,
+    positions: Int[Array, "T"],
+    slots: Int[Array, "T"],
     tiles: Tiles | None,
     decodes: Decodes,
     x: jax.Array,
@@ -329,9 +339,9 @@ def _whole_layer(
     updated = [kv]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        updated[0] = stages.append(kv, meta, k, v)
+        updated[0] = stages.append(kv, slots, k, v)
         new = NewRows(k, v)
         return stages.attend_device(q, updated[0].k, updated[0].v, tiles, decodes, new)
 
-    x = stages.model.merge_layer(leaves)(x, meta.positions, attend)
+    x = stages.model.merge_layer(leaves)(x, positions, attend)
     return updated[0], x

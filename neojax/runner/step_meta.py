@@ -35,6 +35,12 @@ class Sampling(NamedTuple):
     temperature: Float[Array, "S"]  # 0 = greedy
     top_p: Float[Array, "S"]
 
+    @classmethod
+    def unpack(cls, packed: Int[Array, "8 S"]) -> Sampling:
+        """Inside a program."""
+        temperature, top_p = jax.lax.bitcast_convert_type(packed[6:], jnp.float32)
+        return cls(*packed[:3], packed[3:5].T, packed[5], temperature, top_p)
+
 
 class RollingMeta(NamedTuple):
     """The groups of a ROLLING step: group l passes from layer l-1 to layer l."""
@@ -54,20 +60,20 @@ class SampleRows(NamedTuple):
     @classmethod
     def unpack(cls, packed: Int[Array, "10 S"]) -> SampleRows:
         """Inside a program."""
-        return cls(_sampling(packed[:8]), packed[8], packed[9])
+        return cls(Sampling.unpack(packed[:8]), packed[8], packed[9])
 
 
-def _sampling(s: Int[Array, "8 S"]) -> Sampling:
-    temperature, top_p = jax.lax.bitcast_convert_type(s[6:8], jnp.float32)
-    return Sampling(s[0], s[1], s[2], s[3:5].T, s[5], temperature, top_p)
-
-
-class StepMeta(NamedTuple):
-    """Metadata of one sub-batch, unpacked inside a program."""
+class Rows(NamedTuple):
+    """What embedding and linear stages need of each row of the activations."""
 
     token_ids: Int[Array, "R"]  # -1: take the slot's newest token
     positions: Int[Array, "R"]
     request_slots: Int[Array, "R"]
+
+
+class AttentionMeta(NamedTuple):
+    """What attention needs, on both lanes. Its shape follows from the device tokens' alone."""
+
     kv_slots: Int[Array, "T"]  # block * p + offset; padding and host tokens: P * p (dropped)
     tiles: Tiles  # chunks of DEVICE requests
     decodes: Decodes
@@ -77,7 +83,14 @@ class StepMeta(NamedTuple):
     num_host_rows: Int[Array, ""]
     num_host_chunks: Int[Array, ""]
     rolling: RollingMeta
-    sampling: Sampling
+
+
+class Packed(NamedTuple):
+    """The packed array on the device, cut so that shapes that share a part share programs."""
+
+    rows: Int[Array, "3 R"]
+    attention: Int[Array, "A"]
+    sampling: Int[Array, "8 S"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,16 +103,17 @@ class MetaLayout:
     table_width: int
     num_device_slots: int
     num_scratch_slots: int
+    head_rows: int  # of the activations that the head takes; padded
     num_rolling_layers: int = 0
     """Layers whose groups a ROLLING step carries; its host rows are the group that enters."""
 
     @property
     def num_samples(self) -> int:
-        """Rows of the head."""
-        return min(self.shape.num_rows, self.max_num_seqs)
+        """Rows of the logits."""
+        return min(self.head_rows, self.max_num_seqs)
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape, in the packed order."""
+        """Name to shape, in the packed order: `Packed.rows`, then attention, then sampling."""
         num_tokens, num_rows = self.shape.num_tokens, self.shape.num_rows
         num_samples = self.num_samples
         num_chunks = min(MAX_CHUNKS, num_tokens)
@@ -108,9 +122,9 @@ class MetaLayout:
         width = self.table_width
         scratch_width = self.num_scratch_slots // self.block_size
         return {
+            "rows": (3, num_rows),  # token_ids, positions, request_slots
             # plan, host rows, host chunks, device tiles, host tiles, first decode
             "scalars": (6,),
-            "rows": (3, num_rows),  # token_ids, positions, request_slots
             "slots": (2, num_tokens),  # kv_slots, scratch_slots
             "tiles": (4, num_tiles),
             "host_tiles": (4, num_tiles),
@@ -129,21 +143,28 @@ class MetaLayout:
         """int32 values in the packed array."""
         return sum(math.prod(shape) for shape in self.fields().values())
 
-    def views(self, packed: np.ndarray | jax.Array) -> dict[str, Any]:
-        """The fields of a packed array; writable where it is numpy's."""
-        views, offset = {}, 0
-        for name, shape in self.fields().items():
-            size = math.prod(shape)
-            views[name] = packed[offset : offset + size].reshape(shape)
-            offset += size
-        return views
+    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        """The fields of a packed array, writable."""
+        return _cut(packed, self.fields())
 
-    def unpack(self, packed: Int[Array, "M"]) -> StepMeta:
-        """Inside a program: the fields of a packed array."""
-        f = self.views(packed)
+    def split(self, packed: Int[Array, "M"]) -> Packed:
+        """Inside a program: the parts that later programs take."""
+        first = 3 * self.shape.num_rows
+        last = self.size - 8 * self.num_samples
+        return Packed(
+            packed[:first].reshape(3, -1), packed[first:last], packed[last:].reshape(8, -1)
+        )
+
+    def rows(self, packed: Packed) -> Rows:
+        """Inside a program: what rows say."""
+        return Rows(*packed.rows)
+
+    def attention(self, part: Int[Array, "A"]) -> AttentionMeta:
+        """Inside a program: what `Packed.attention` says."""
+        fields = self.fields()
+        f = _cut(part, {name: fields[name] for name in fields if name not in ("rows", "sampling")})
         scalars, rolling = f["scalars"], f["rolling"]
-        return StepMeta(
-            *f["rows"],
+        return AttentionMeta(
             kv_slots=f["slots"][0],
             tiles=Tiles(scalars[3], *f["tiles"], tables=f["chunk_tables"]),
             decodes=Decodes(scalars[5], f["decode_lengths"], f["decode_tables"]),
@@ -153,7 +174,6 @@ class MetaLayout:
             num_host_rows=scalars[1],
             num_host_chunks=scalars[2],
             rolling=RollingMeta(rolling[:, :-2], rolling[:, -2], rolling[:, -1]),
-            sampling=_sampling(f["sampling"]),
         )
 
     def empty(self) -> np.ndarray:
@@ -288,6 +308,15 @@ def scored_rows(batch: SubBatch) -> Iterator[ScoredRow]:
             for i, target in enumerate(targets):
                 yield ScoredRow(row, first + i, target)
         first += row.num_tokens
+
+
+def _cut(packed: Any, fields: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    views, offset = {}, 0
+    for name, shape in fields.items():
+        size = math.prod(shape)
+        views[name] = packed[offset : offset + size].reshape(shape)
+        offset += size
+    return views
 
 
 _TILES = {Placement.DEVICE: "tiles", Placement.HOST: "host_tiles"}

@@ -86,7 +86,7 @@ def tiny_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     layers_per_program: int = 3,
-    token_buckets: tuple[int, ...] = (8, 64),
+    token_buckets: tuple[int, ...] | None = (8, 64),
     eos_ids: Iterable[int] = (),
     rolling_rows: int = 0,
 ) -> EngineCore:

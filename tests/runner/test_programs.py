@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import Mock
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from neojax.config import EngineConfig
-from neojax.runner.shapes import Buckets
+from neojax.runner import runner
+from neojax.runner.shapes import Buckets, Shape
 from neojax.sampling_params import SamplingParams
-from tests.engine.tiny import GREEDY, mixed_requests, run_all
+from neojax.scheduler.plan import Mode
+from tests.engine.tiny import GREEDY, mixed_requests, run_all, tiny_engine, tiny_model
 from tests.runner.hlo import sizes_copied
 
 
@@ -64,35 +69,89 @@ def test_no_program_copies_a_pool(warmed_up):
         assert not sizes_copied(program) & sizes, (signature.name, signature.shape)
 
 
-def test_the_default_flags_need_at_most_120_programs():
+@pytest.mark.parametrize("max_model_len", [2048, 8192, 131072])
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_the_default_flags_need_at_most_120_programs(monkeypatch, is_gpu, max_model_len):
+    """Counted, not compiled: on a GPU decodes have programs by table width."""
+
+    def buckets(*args, **kwargs):
+        return Buckets.of(*args, **{**kwargs, "is_gpu": is_gpu})
+
+    monkeypatch.setattr(runner, "Buckets", Mock(of=buckets))
     c = EngineConfig()
-    buckets = Buckets.of(c.max_num_batched_tokens, c.max_num_seqs, 512, has_host=True, is_gpu=False)
-    # Counted as `signatures` yields them: 9 per token bucket, 9 per host bucket of both channels,
-    # a full head per number of rows, two that write the logit state, and three for swaps.
-    per_host_shape = 2 * 3 + 3
-    num_full = len({*buckets.tokens, *buckets.host_rows})
-    num_programs = 9 * len(buckets.tokens) + per_host_shape * len(buckets.host_rows) + num_full + 5
-    assert num_programs <= 120
+    engine = tiny_engine(
+        tiny_model(),
+        max_model_len=max_model_len,
+        max_num_seqs=c.max_num_seqs,
+        max_num_batched_tokens=c.max_num_batched_tokens,
+        token_buckets=None,
+    )
+    num_programs = engine.runner.num_programs
+    engine.close()
+    assert 60 < num_programs <= 120
 
 
 def test_a_shape_is_the_smallest_that_fits():
     buckets = Buckets.of(100, 10, 32, has_host=True, is_gpu=False)
     assert buckets.tokens == (1, 4, 8, 16, 32, 64, 100)
     assert buckets.host_rows == (4, 10)
-    assert buckets.shape(5, 0, has_chunks=True) == (8, 0)
-    assert buckets.shape(100, 3, has_chunks=True) == (100, 4)
-    assert buckets.shape(0, 10, has_chunks=False) == (0, 10)
-    assert buckets.attention(3, has_chunks=False) == (32, True)
+    assert buckets.shape(Mode.DEVICE_ONLY, 5, 0, has_chunks=True) == (8, 0)
+    assert buckets.shape(Mode.PIPELINED, 5, 0, has_chunks=True) == (16, 0)
+    assert buckets.shape(Mode.PIPELINED, 100, 3, has_chunks=True) == (100, 10)
+    assert buckets.shape(Mode.PIPELINED, 0, 10, has_chunks=False) == (0, 10)
+    shape = Shape(8, 0)
+    assert buckets.attention(Mode.DEVICE_ONLY, shape, 3, has_chunks=False) == (32, True)
+
+
+@settings(max_examples=200, derandomize=True)
+@given(
+    st.integers(1, 5000),
+    st.integers(1, 300),
+    st.booleans(),
+    st.integers(1, 5000),
+    st.data(),
+)
+def test_every_sub_batch_within_the_limits_has_programs(
+    spare_tokens, max_num_seqs, is_gpu, table_width, data
+):
+    limit = max_num_seqs + 16 + spare_tokens
+    buckets = Buckets.of(limit, max_num_seqs, table_width, has_host=True, is_gpu=is_gpu)
+    host_rows = data.draw(st.integers(0, max_num_seqs))
+    num_decodes = data.draw(st.integers(0, max_num_seqs - host_rows))
+    num_prefilled = data.draw(st.integers(0, limit - num_decodes - host_rows))
+    num_tokens = num_decodes + num_prefilled
+    if not num_tokens + host_rows:
+        return
+    modes = [Mode.PIPELINED] if host_rows else list(Mode)
+    for mode in modes:
+        has_chunks = num_prefilled > 0
+        shape = buckets.shape(mode, num_tokens, host_rows, has_chunks=has_chunks)
+        known = {
+            Mode.DEVICE_ONLY: buckets.device_shapes,
+            Mode.PIPELINED: [*buckets.pipelined_shapes, *buckets.host_shapes, *buckets.mixed],
+        }
+        assert shape in known[mode]
+        assert shape.num_tokens >= num_tokens
+        assert shape.num_host_rows >= host_rows
+        if num_tokens:
+            num_blocks = data.draw(st.integers(1, table_width))
+            attention = buckets.attention(mode, shape, num_blocks, has_chunks=has_chunks)
+            assert attention in buckets.attentions(mode, shape.num_tokens)
+            assert attention.table_width >= num_blocks
+            assert attention.has_chunks or not has_chunks
+        assert buckets.head_rows(shape) >= shape.num_rows
 
 
 def test_decodes_on_a_gpu_have_programs_of_their_own_by_table_width():
-    buckets = Buckets.of(64, 16, 400, has_host=False, is_gpu=True)
-    assert buckets.table_widths == (50, 100, 200, 400)
-    assert buckets.attention(51, has_chunks=False) == (100, False)
-    assert buckets.attention(51, has_chunks=True) == (400, True)
-    assert buckets.shape(2, 0, has_chunks=True) == (16, 0)
+    buckets = Buckets.of(64, 16, 1024, has_host=True, is_gpu=True)
+    assert buckets.table_widths == (64, 256, 1024)
+    mode, shape = Mode.DEVICE_ONLY, Shape(8, 0)
+    assert buckets.attention(mode, shape, 65, has_chunks=False) == (256, False)
+    assert buckets.attention(mode, shape, 65, has_chunks=True) == (1024, True)
+    assert buckets.shape(mode, 2, 0, has_chunks=True) == (16, 0)
     for shape in buckets.device_shapes:
-        has_chunks = {attention.has_chunks for attention in buckets.attentions(shape)}
+        attentions = buckets.attentions(mode, shape.num_tokens)
+        has_chunks = {attention.has_chunks for attention in attentions}
         assert (True in has_chunks) == (shape.num_tokens >= 16)
         assert (False in has_chunks) == (shape.num_tokens <= 16)
 

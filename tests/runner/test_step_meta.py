@@ -7,11 +7,12 @@ import numpy as np
 from hypothesis import given, settings
 
 from neojax.ops.attention import TILE
-from neojax.runner.shapes import MAX_CHUNKS, Buckets
+from neojax.runner.shapes import MAX_CHUNKS, Buckets, Shape
 from neojax.runner.step_meta import MetaLayout
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.auto import Auto
 from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.plan import Mode
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.scheduler import Scheduler
 
@@ -31,9 +32,20 @@ BUCKETS = Buckets.of(128, 8, 8, has_host=True, is_gpu=False)
 
 def layout_of(batch) -> MetaLayout:
     shape = BUCKETS.shape(
-        batch.num_device_tokens, len(batch.host_decodes), has_chunks=bool(batch.chunks)
+        Mode.PIPELINED,
+        batch.num_device_tokens,
+        len(batch.host_decodes),
+        has_chunks=bool(batch.chunks),
     )
-    return MetaLayout(shape, LIMITS.max_num_seqs, BLOCK, 8, 12 * BLOCK, LIMITS.scratch_tokens)
+    return MetaLayout(
+        shape=shape,
+        max_num_seqs=LIMITS.max_num_seqs,
+        block_size=BLOCK,
+        table_width=8,
+        num_device_slots=12 * BLOCK,
+        num_scratch_slots=LIMITS.scratch_tokens,
+        head_rows=BUCKETS.head_rows(shape),
+    )
 
 
 def request(index: int, num_prompt: int, max_tokens: int, seed: int) -> Request:
@@ -123,7 +135,15 @@ def check(batch, packed, host_plan) -> None:
 
 
 def test_padding_goes_to_slots_that_are_dropped():
-    layout = MetaLayout(BUCKETS.shape(9, 0, has_chunks=True), 8, BLOCK, 8, 192, 256)
+    layout = MetaLayout(
+        shape=Shape(16, 0),
+        max_num_seqs=8,
+        block_size=BLOCK,
+        table_width=8,
+        num_device_slots=192,
+        num_scratch_slots=256,
+        head_rows=16,
+    )
     f = layout.views(layout.empty())
     assert (f["slots"][0] == 192).all()
     assert (f["slots"][1] == 256).all()
