@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from neojax.config import LoadFormat
 from neojax.models.config import ModelConfig
 from neojax.models.dummy import random_parameters
-from neojax.models.gguf_checkpoint import GgufCheckpoint
 from neojax.models.llama import Llama
 from neojax.models.manifest import check_manifest
 from neojax.models.orbax_checkpoint import WEIGHTS_DIRECTORY, OrbaxCheckpoint
@@ -24,7 +23,10 @@ from neojax.models.parameters import ParamPath, Part, check_tensors
 from neojax.models.safetensors_checkpoint import SafetensorsCheckpoint
 from neojax.models.staging import Staging
 
-Checkpoint: TypeAlias = SafetensorsCheckpoint | GgufCheckpoint | OrbaxCheckpoint
+if TYPE_CHECKING:
+    from neojax.models.gguf_checkpoint import GgufCheckpoint
+
+Checkpoint: TypeAlias = "SafetensorsCheckpoint | GgufCheckpoint | OrbaxCheckpoint"
 """Tensors by Hugging Face name: `shapes`, and `read` for one."""
 
 
@@ -74,6 +76,9 @@ def open_checkpoint(
     if load_format not in ("auto", kind):
         raise ValueError(f"load_format {load_format!r} was asked for, but {path} is {what}")
     if kind == "gguf":
+        # A machine that serves safetensors need not have the gguf package.
+        from neojax.models.gguf_checkpoint import GgufCheckpoint
+
         return GgufCheckpoint(path, config)
     check_manifest(path, config, kind)
     if kind == "orbax":
