@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import time
 from pathlib import Path
 
 import jax
@@ -15,7 +14,9 @@ from jax._src import xla_bridge  # there is no public way to ask whether the dev
 
 from neojax.config import EngineConfig, cache_dir
 from neojax.engine.core import EngineCore, check_policy
+from neojax.engine.cost_cache import cached_costs
 from neojax.engine.request_log import RequestLog
+from neojax.engine.start_report import StartClock, log_start, memory_rows
 from neojax.environment import MAX_INFLIGHT, MEM_FRACTION, device_environment
 from neojax.kv import host_memory
 from neojax.kv.geometry import CPU_DEVICE_POOL_BYTES, GIB, KVGeometry
@@ -50,12 +51,13 @@ class Sizes:
 
 def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = True) -> EngineCore:
     """An engine with everything compiled. Raises ValueError where the settings cannot be met."""
-    started = time.perf_counter()
+    clock = StartClock()
     prepare_jax(config)
     check_isa(config.cpu_isa)
     policy = load_policy(config.offload_policy)
     dtype = resolve_dtype(config.dtype)
-    model = _load(config, checkpoint, dtype, progress)
+    with clock.part("weights"):
+        model = _load(config, checkpoint, dtype, progress)
     model_config = model.config
     geometry = KVGeometry(
         model_config.num_layers,
@@ -71,22 +73,36 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         activation_bytes(config, model_config, dtype),
     )
     rolling_rows = min(ROLLING_ROWS, config.max_num_seqs) if policy.rolls else 0
-    runner = Runner(
-        model,
-        RunnerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=sizes.max_model_len,
-            num_device_blocks=sizes.num_device_blocks,
-            num_host_blocks=sizes.num_host_blocks,
-            layers_per_program=resolve_layers_per_program(config, model_config.num_layers),
-            cpu_threads=config.cpu_threads,
-            cpu_bind=config.cpu_bind,
-            cpu_isa=config.cpu_isa,
-            rolling_rows=rolling_rows,
-        ),
-        geometry,
-    )
+    with clock.part("pools"):
+        runner = Runner(
+            model,
+            RunnerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=sizes.max_model_len,
+                num_device_blocks=sizes.num_device_blocks,
+                num_host_blocks=sizes.num_host_blocks,
+                layers_per_program=resolve_layers_per_program(config, model_config.num_layers),
+                cpu_threads=config.cpu_threads,
+                cpu_bind=config.cpu_bind,
+                cpu_isa=config.cpu_isa,
+                rolling_rows=rolling_rows,
+            ),
+            geometry,
+        )
+    costs, programs = None, []
+    if not config.enforce_eager:
+        with clock.part("programs"):
+            programs = [program for _, program in runner.compile(progress=progress)]
+        with clock.part("warm-up"):
+            runner.warm_up()
+        if runner.host is not None:
+            with clock.part("costs"):
+                costs = cached_costs(
+                    cache_dir() / "costs",
+                    runner.fingerprint(),
+                    lambda: runner.profile(progress=progress),
+                )
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -98,11 +114,12 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         scratch_tokens=runner.scratch_tokens,
         num_layers=model_config.num_layers,
         rolling_rows=rolling_rows,
+        can_mix=True,
         can_swap=runner.host is not None,
         swap_in_threshold=config.swap_in_threshold,
         swap_out_threshold=config.swap_out_threshold,
     )
-    scheduler = Scheduler(limits, policy)
+    scheduler = Scheduler(limits, policy, costs)
     check_policy(policy.placements, config.offload_policy, scheduler)
     engine = EngineCore(
         scheduler,
@@ -113,9 +130,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         request_log=_request_log(config),
     )
     engine.set_block_limit(config.num_gpu_blocks_limit)
-    if not config.enforce_eager:
-        runner.warm_up(progress=progress)
-    _log_sizes(geometry, sizes, runner, time.perf_counter() - started)
+    log_start(clock, memory_rows(runner, geometry, programs), runner)
     return engine
 
 
@@ -261,18 +276,3 @@ def resolve_layers_per_program(config: EngineConfig, num_layers: int) -> int:
             f"possible are {', '.join(map(str, divisors))}"
         )
     return wanted
-
-
-def _log_sizes(geometry: KVGeometry, sizes: Sizes, runner: Runner, seconds: float) -> None:
-    for side, blocks in (("Device", sizes.num_device_blocks), ("Host", sizes.num_host_blocks)):
-        tokens = blocks * geometry.block_size
-        log.info(
-            "%s KV cache size: %s tokens (%.2f GiB), maximum concurrency for %s tokens per "
-            "request: %.2fx",
-            side,
-            f"{tokens:,}",
-            blocks * geometry.block_bytes / GIB,
-            f"{sizes.max_model_len:,}",
-            tokens / sizes.max_model_len,
-        )
-    log.info("engine ready after %.1f s, %d programs", seconds, runner.num_programs)

@@ -98,7 +98,7 @@ class Profiler:
             # The same bytes on the same way as a chunk's and its prefix's.
             swap_out=store,
             swap_in=fetch,
-            per_step=dict.fromkeys(Mode, ends),
+            per_step=dict.fromkeys((Mode.DEVICE_ONLY, Mode.PIPELINED), ends),
         )
 
     def _linear(self, shape: Shape) -> float:

@@ -141,6 +141,12 @@ class Runner:
         return len(self._signatures())
 
     @property
+    def weight_bytes(self) -> int:
+        """Device memory of the parameters."""
+        layers = self._state.layers
+        return sum(leaf.nbytes for leaves in (self._state.ends, *layers) for leaf in leaves)
+
+    @property
     def scratch_tokens(self) -> int:
         """Tokens of the scratch pools: the longest prefix and its chunk."""
         p = self.geometry.block_size
@@ -182,11 +188,14 @@ class Runner:
         self._make_pools()
         self._park_groups()
 
-    def warm_up(self, *, progress: bool = True) -> list[tuple[Signature, jax.stages.Compiled]]:
-        """Compile every program, and run each where that matters; from then on compiles count."""
-        compiled = compile_all(
+    def compile(self, *, progress: bool = True) -> list[tuple[Signature, jax.stages.Compiled]]:
+        """Compile every program; the first call of each finds it."""
+        return compile_all(
             self._signatures(), num_threads=max(1, os.cpu_count() or 1), progress=progress
         )
+
+    def warm_up(self) -> None:
+        """Run every program where that matters; from then on compiles count."""
         for _ in range(WARM_UP_ROUNDS.get(jax.default_backend(), 0)):
             for shape in self._buckets.device_shapes:
                 for attention_shape in self._programs[shape, B0].layers:
@@ -199,7 +208,6 @@ class Runner:
             self._state.logit_state = self._logit_rows.warm_up(self._state.logit_state)
             jax.block_until_ready(self._state.tokens)
         self._counter.reset()
-        return compiled
 
     def profile(self, *, progress: bool = True) -> CostTables:
         """Measure what a step's parts cost here; after `warm_up`, before the first request.

@@ -174,7 +174,8 @@ def test_nothing_compiles_after_warm_up_and_no_program_copies_a_pool():
         tiny_model(CONFIG), policy="rolling", layers_per_program=2, rolling_rows=3,
         num_device_blocks=40,
     )  # fmt: skip
-    compiled = engine.runner.warm_up(progress=False)
+    compiled = engine.runner.compile(progress=False)
+    engine.runner.warm_up()
     pools = [engine.runner._state.pools[0].k.size, engine.runner._state.scratch[0].k.size]
     for signature, program in compiled:
         assert not sizes_copied(program) & set(pools), (signature.name, signature.shape)

@@ -36,7 +36,7 @@ def test_tables_reach_as_far_as_the_engine_does(warmed_up):
     engine, _ = warmed_up
     tables = engine.runner.profile(progress=False)
     assert tables.num_layers == 3
-    for mode in Mode:
+    for mode in (Mode.DEVICE_ONLY, Mode.PIPELINED):
         assert tables.linear[mode].xs[-1] == 64
         assert min(tables.linear[mode].ys) > 0
         assert min(tables.per_step[mode].ys) > 0
