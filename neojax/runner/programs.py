@@ -154,10 +154,12 @@ class Arguments:
 
 def signatures(all_programs: Iterable[Programs], a: Arguments) -> list[Signature]:
     """Every program that a step may run; one that several shapes share is there once."""
-    found: dict[int, Signature] = {}
+    found: dict[tuple[int, Any], Signature] = {}
     for programs in all_programs:
         for signature in programs.signatures(a):
-            found.setdefault(id(signature.function), signature)
+            # A function has one program for each of the optional arguments that it may get.
+            key = (id(signature.function), jax.tree.structure(signature.args))
+            found.setdefault(key, signature)
     return [*found.values(), *_head_signatures(all_programs, a)]
 
 
