@@ -15,6 +15,7 @@ from jax._src import xla_bridge  # there is no public way to ask whether the dev
 from neojax.config import EngineConfig, cache_dir
 from neojax.engine.core import EngineCore, check_policy
 from neojax.engine.cost_cache import cached_costs
+from neojax.engine.grammar import GrammarCompiler
 from neojax.engine.request_log import RequestLog
 from neojax.engine.start_report import StartClock, log_start, memory_rows
 from neojax.environment import MAX_INFLIGHT, MEM_FRACTION, device_environment
@@ -32,6 +33,7 @@ from neojax.scheduler.policy import load_policy
 from neojax.scheduler.request import Placement
 from neojax.scheduler.scheduler import Scheduler
 from neojax.text.eos import eos_token_ids
+from neojax.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,9 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         vocab_size=model_config.vocab_size,
         seed=config.seed,
         request_log=_request_log(config),
+        grammars=GrammarCompiler(
+            lambda: Tokenizer.from_checkpoint(checkpoint), model_config.vocab_size
+        ),
     )
     engine.set_block_limit(config.num_gpu_blocks_limit)
     log_start(clock, memory_rows(runner, geometry, programs), runner)

@@ -11,10 +11,12 @@ import logging
 import random
 import time
 from collections import deque
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 import jax
 
+from neojax.engine.grammar import Grammar, GrammarCompiler
 from neojax.engine.history import History, StepRecord
 from neojax.engine.outputs import Reading, message_of
 from neojax.engine.report import EngineStats, RequestTokens
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_STEPS_IN_FLIGHT = 2
 STEPS_SHOWN = 8
 """Steps before a failed one that the log shows."""
+GRAMMAR_WAIT_S = 0.02
 STEPS_BETWEEN_FAILURES = 10
 """A second failed step within so many ends the engine: what fails twice in a row stays broken."""
 
@@ -60,12 +63,15 @@ class EngineCore:
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, *, eos_ids: frozenset[int], vocab_size: int,
-        seed: int, request_log: RequestLog | None = None,
+        seed: int, request_log: RequestLog | None = None, grammars: GrammarCompiler | None = None,
     ) -> None:  # fmt: skip
+        """grammars: None refuses requests with a json_schema."""
         self.scheduler = scheduler
         self.runner = runner
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
         self._arrivals = itertools.count()
         self._seeds = random.Random(seed)
         self._in_flight: deque[tuple[Plan, StepHandle]] = deque()
@@ -87,7 +93,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_requests or bool(self._in_flight)
+        return self.scheduler.has_requests or bool(self._in_flight or self._compiling)
 
     def add_request(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         """Queue a request. Raises ValueError when it cannot be served.
@@ -110,12 +116,20 @@ class EngineCore:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             arrival=next(self._arrivals),
         )
-        self.scheduler.add(request)
-        self._request_log.arrived(request)
+        if params.json_schema is None:
+            self.scheduler.add(request)
+            self._request_log.arrived(request)
+        elif self._grammars is None:
+            raise ValueError("json_schema is not possible: this engine has no tokenizer")
+        else:
+            grammar = self._grammars.compile(params.json_schema)
+            self._compiling[request_id] = request, grammar
         self._prompt_tokens += len(prompt_ids)
 
     def abort(self, request_id: str) -> None:
         """Forget a request, if known. Its blocks are freed after the step in flight."""
+        if self._compiling.pop(request_id, None) is not None:
+            return
         request = self.scheduler.abort(request_id)
         if request is not None:
             self._request_log.finished(request)
@@ -125,6 +139,9 @@ class EngineCore:
 
         Raises EngineDead after a second failure in quick succession.
         """
+        refused = self._queue_compiled()
+        if refused or not (self.scheduler.has_requests or self._in_flight):
+            return StepResult(None, None, refused)
         plan = None
         if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             plan = self.scheduler.schedule()
@@ -197,6 +214,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Wait for the steps in flight and stop the workers."""
+        if self._grammars is not None:
+            self._grammars.close()
         self.runner.close()
         self._request_log.close()
 
@@ -212,15 +231,20 @@ class EngineCore:
         reading.keep_prompt_logprobs()
         running = {r.request for r in plan.rows if r.request.state is not RequestState.FINISHED}
         advanced = set(self.scheduler.update(plan, reading.tokens))
-        if not self.has_work:
-            self.scheduler.check_integrity()
         outputs: list[RequestTokens] = []
         for row, token in zip(plan.sampled_rows, reading.tokens, strict=True):
             if row.request in advanced:
-                outputs.append(reading.output(row))
+                message = self._advance_grammar(row.request, token)
+                outputs.append(
+                    reading.output(row)
+                    if message is None
+                    else message_of(row.request, row.placement, [], message)
+                )
             elif token == NOT_FINITE and row.request in running:
                 self._num_not_finite += 1
                 outputs.append(message_of(row.request, row.placement, [], _NOT_FINITE))
+        if not self.has_work:
+            self.scheduler.check_integrity()
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         for row in plan.sampled_rows:
             self._request_log.advanced(row.request)
@@ -241,6 +265,46 @@ class EngineCore:
             "correction_pipelined": corrections.step[Mode.PIPELINED],
             "correction_host_attention": corrections.host_attention,
         }
+
+    def _queue_compiled(self) -> list[RequestTokens]:
+        """Queue the requests whose grammar is ready; those that cannot be served are refused.
+
+        Waits a moment when there is nothing else to do.
+        """
+        if not self._compiling:
+            return []
+        if not (self.scheduler.has_requests or self._in_flight):
+            wait([grammar for _, grammar in self._compiling.values()], GRAMMAR_WAIT_S)
+        refused: list[RequestTokens] = []
+        for request_id, (request, grammar) in list(self._compiling.items()):
+            if not grammar.done():
+                continue
+            del self._compiling[request_id]
+            try:
+                request.constraint = grammar.result()
+                self.scheduler.add(request)
+                self._request_log.arrived(request)
+            # llguidance raises whatever it likes; a request's schema must not end the engine.
+            except Exception as error:
+                refused.append(RequestTokens(request_id, [], "rejected", message=str(error)))
+        return refused
+
+    def _advance_grammar(self, request: Request, token: int) -> str | None:
+        """Tell a constrained request's grammar of its token; the end of the text ends it.
+
+        Returns what is wrong when the grammar cannot go on, which ends the request too.
+        """
+        grammar = request.constraint
+        if request.state is RequestState.FINISHED or not isinstance(grammar, Grammar):
+            return None
+        try:
+            grammar.accept(token)
+        except ValueError as error:
+            self.scheduler.abort(request.request_id, "error")
+            return str(error)
+        if grammar.is_complete:
+            self.scheduler.abort(request.request_id, "stop")
+        return None
 
     def _recover(self, error: Exception, launched: Plan | None) -> list[RequestTokens]:
         """After a failed step: void what is in flight, make new pools, compute again.

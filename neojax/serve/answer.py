@@ -67,15 +67,11 @@ class Answer(Response):
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._generation as generation:
-                texts: list[list[str]] = [[] for _ in range(self._num_choices)]
-                ends: dict[int, TextDelta] = {}
+                parts: list[list[TextDelta]] = [[] for _ in range(self._num_choices)]
                 while not generation.is_finished:
                     for delta in await self._deltas():
-                        texts[delta.index].append(delta.text)
-                        ends[delta.index] = delta
-                ended = [
-                    ends[index]._replace(text="".join(text)) for index, text in enumerate(texts)
-                ]
+                        parts[delta.index].append(delta)
+                ended = [_joined(deltas) for deltas in parts]
                 body = _encode(self._shape.whole(ended, self._usage()))
             response = Response(body, media_type="application/json")
         except ApiError as error:
@@ -102,7 +98,7 @@ class Answer(Response):
         try:
             while True:
                 for delta in deltas:
-                    if delta.text or delta.finish_reason is not None:
+                    if delta.text or delta.tokens or delta.finish_reason is not None:
                         usage = self._usage() if self._continuous_usage else None
                         events.append(_event(self._shape.chunk(delta, usage)))
                 await _send_events(send, events)
@@ -130,6 +126,15 @@ class Answer(Response):
     def _usage(self) -> Usage:
         generated = self._generation.num_completion_tokens
         return Usage(self._num_prompt_tokens, generated, self._num_prompt_tokens + generated)
+
+
+def _joined(deltas: list[TextDelta]) -> TextDelta:
+    """A choice's whole answer."""
+    return deltas[-1]._replace(
+        text="".join(delta.text for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[object, object, None]) -> None:

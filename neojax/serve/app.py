@@ -25,6 +25,7 @@ from neojax.serve.prompts import (
     chat_prompts,
     check_ids,
     completion_prompts,
+    echoed,
     max_new_tokens,
     tokenize_prompt,
 )
@@ -69,7 +70,13 @@ def create_app(state: ServeState) -> FastAPI:
         prompts = await completion_prompts(body, text_model, ready)
         asked = body.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         request_id = _request_id(request, body)
-        shape = CompletionShape(request_id, model, body.include_usage)
+        shape = CompletionShape(
+            request_id,
+            model,
+            text_model,
+            include_usage=body.include_usage,
+            prompt_logprobs=body.prompt_logprobs,
+        )
         return _generate(state, body, prompts, asked, shape, request_id, arrival_s)
 
     @app.post("/v1/chat/completions", **_streamed(ChatRequest, "Answer a conversation"))
@@ -84,7 +91,13 @@ def create_app(state: ServeState) -> FastAPI:
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
         request_id = _request_id(request, body)
-        shape = ChatShape(request_id, model, body.include_usage)
+        shape = ChatShape(
+            request_id,
+            model,
+            text_model,
+            include_usage=body.include_usage,
+            prompt_logprobs=body.prompt_logprobs,
+        )
         return _generate(state, body, prompts, asked, shape, request_id, arrival_s)
 
     @app.get("/v1/models", summary="The model that is served")
@@ -187,15 +200,21 @@ def _generate(
 ) -> Response:
     text_model, client, ready = state.require_ready()
     check_ids(body.stop_token_ids or [], ready.vocab_size, param="stop_token_ids")
+    check_ids(list(body.logit_bias), ready.vocab_size, param="logit_bias")
     choices: list[Choice] = []
-    for prompt_ids in prompts:
-        params = body.sampling_params(max_new_tokens(prompt_ids, asked, ready), text_model.defaults)
+    for number_of_prompt, prompt_ids in enumerate(prompts):
+        max_tokens = max_new_tokens(prompt_ids, asked, ready)
+        try:
+            params = body.sampling_params(max_tokens, text_model.defaults)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        echo = echoed(body, number_of_prompt, prompt_ids, text_model)
         for number in range(body.n or 1):
             # Choices of one prompt differ: each draws with its own seed.
             seed = None if params.seed is None else (params.seed + number) % 2**63
-            choices.append(Choice(prompt_ids, dataclasses.replace(params, seed=seed)))
+            choices.append(Choice(prompt_ids, dataclasses.replace(params, seed=seed), echo))
     timeout_s = state.config.request_timeout
-    requests = [NewRequest(ids, dataclasses.asdict(params)) for ids, params in choices]
+    requests = [NewRequest(c.prompt_ids, dataclasses.asdict(c.params)) for c in choices]
     generation = TextGeneration(
         client.generate(request_id, requests),
         choices,

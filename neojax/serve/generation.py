@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from neojax.engine.report import RequestTokens
+from neojax.logprobs import TokenLogprobs
 from neojax.sampling_params import SamplingParams
 from neojax.serve.engine_client import Arrival, Generation
 from neojax.serve.errors import ApiError
 from neojax.serve.metrics import Metrics
+from neojax.serve.scored_tokens import ScoredToken, ScoredTokens
 from neojax.serve.text_model import TextModel
 
 # rejected: the request as it stands can never run, which is the client's to change.
@@ -23,6 +26,8 @@ class TextDelta(NamedTuple):
     text: str
     finish_reason: str | None
     stop_reason: str | int | None
+    tokens: Sequence[ScoredToken] = ()  # where logprobs were asked for
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # in a choice's first
 
 
 class Choice(NamedTuple):
@@ -30,6 +35,7 @@ class Choice(NamedTuple):
 
     prompt_ids: list[int]
     params: SamplingParams
+    echo: str | None = None  # text that the answer begins with
 
 
 class TextGeneration:
@@ -113,6 +119,10 @@ class _ChoiceText:
         self._metrics = metrics
         self._arrival_s = arrival_s
         self._first_token_s = self._last_token_s = 0.0
+        self._echo = choice.echo
+        self._scored: ScoredTokens | None = None
+        if choice.params.logprobs is not None:
+            self._scored = ScoredTokens(text_model, choice.params, choice.prompt_ids, choice.echo)
         self._index = index
         self.num_tokens = 0
         self.is_finished = False
@@ -126,14 +136,20 @@ class _ChoiceText:
             raise ApiError(status, tokens.message or "the request was aborted by the server")
         if tokens.token_ids:
             self._observe(arrival)
+        before = self.num_tokens
         text = self._push(tokens.token_ids, tokens.finish_reason, tokens.stop_reason)
+        scored = self._score(tokens, self.num_tokens - before)
+        if self._echo is not None:
+            text, self._echo = self._echo + text, None
         finish_reason: str | None = tokens.finish_reason
         stop_reason: str | int | None = tokens.stop_reason
         if self._detokenizer.matched_stop is not None:
             finish_reason, stop_reason = "stop", self._detokenizer.matched_stop
         if finish_reason is not None:
             self.finish(finish_reason)
-        return TextDelta(self._index, text, finish_reason, stop_reason)
+        return TextDelta(
+            self._index, text, finish_reason, stop_reason, scored, tokens.prompt_logprobs
+        )
 
     def finish(self, finish_reason: str) -> None:
         """Count the choice, once."""
@@ -147,6 +163,16 @@ class _ChoiceText:
             latency_s=time.monotonic() - self._arrival_s,
             decode_s=self._last_token_s - self._first_token_s,
         )
+
+    def _score(self, tokens: RequestTokens, num_counted: int) -> list[ScoredToken]:
+        """The new tokens that count, after the prompt's if it is echoed."""
+        if self._scored is None:
+            return []
+        found: list[ScoredToken] = []
+        if self._echo is not None and tokens.prompt_logprobs is not None:
+            found += self._scored.prompt(tokens.prompt_logprobs)
+        new = (tokens.logprobs or [])[:num_counted]
+        return found + self._scored.output(tokens.token_ids[: len(new)], new)
 
     def _push(
         self, token_ids: Sequence[int], finish_reason: str | None, stop_reason: int | None

@@ -236,6 +236,13 @@ class _EngineCollector:
             None,
             stats.num_compiles_after_ready,
         )
+        yield self._family(
+            counter,
+            "requests_not_finite",
+            "Requests ended because their logits overflowed the dtype",
+            None,
+            stats.num_not_finite,
+        )
 
     def _family(
         self,

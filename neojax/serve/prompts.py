@@ -56,6 +56,21 @@ def check_ids(ids: list[int], vocab_size: int, *, param: str) -> list[int]:
     return ids
 
 
+def echoed(
+    body: CompletionRequest | ChatRequest,
+    number: int,
+    prompt_ids: list[int],
+    text_model: TextModel,
+) -> str | None:
+    """The text of a prompt whose answer begins with it; None where it does not."""
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return None
+    prompt = body.prompts[number]
+    if isinstance(prompt, str):
+        return prompt
+    return text_model.tokenizer.decode(prompt_ids, body.skip_special_tokens)
+
+
 def max_new_tokens(prompt_ids: list[int], asked: int | None, ready: Ready) -> int:
     """Tokens that may be generated: what was asked, clamped to the context that is left."""
     left = ready.max_model_len - len(prompt_ids)

@@ -20,16 +20,24 @@ from pydantic import (
     model_validator,
 )
 
-from neojax.sampling_params import MAX_SEED, MAX_STOP_STRINGS, Placement, SamplingParams
+from neojax.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Placement,
+    SamplingParams,
+)
 from neojax.serve.conversation import ROLES, Messages, Schema
 from neojax.serve.errors import ApiError
 from neojax.serve.sampling_defaults import SamplingDefaults
+from neojax.serve.sampling_fields import CompletionLogprobs, LogitBias, ResponseFormat
 
 log = logging.getLogger("neojax.serve")
 
 MAX_CHOICES = 128
 MAX_STOP_LENGTH = 1024
-MAX_STOP_TOKEN_IDS = 256
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 # Name of a field we cannot honour yet -> the values that ask for nothing.
@@ -39,23 +47,15 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "logit_bias": ({},),
     "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "structured_outputs": (),
     "suffix": ("",),
@@ -175,6 +175,7 @@ Stop = Annotated[
 ]
 
 MaxTokens = Annotated[int, Field(ge=1, lt=2**63)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class StreamOptions(Schema):
@@ -191,6 +192,15 @@ class _Generate(_Request):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: LogitBias = {}
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop = []
@@ -212,6 +222,26 @@ class _Generate(_Request):
             )
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_whole(self) -> _Generate:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(
+                400,
+                "prompt_logprobs is not available with stream: true; use echo with logprobs",
+                param="prompt_logprobs",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell of at each place; None: no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
     @property
     def include_usage(self) -> bool:
         """Whether the stream ends with a usage chunk."""
@@ -223,9 +253,33 @@ class _Generate(_Request):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling_params(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
-        """The parameters of one choice; max_tokens is already fitted to the context."""
+        """The parameters of one choice; max_tokens is already fitted to the context.
+
+        Raises ValueError for parameters that exclude each other.
+        """
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
+            )
+        prompt_logprobs = self.prompt_logprobs
+        if self.echoes and self.num_logprobs is not None:
+            prompt_logprobs = max(prompt_logprobs or 0, self.num_logprobs)
         return SamplingParams(
             max_tokens=max_tokens,
+            min_tokens=min(self.min_tokens, max_tokens),
+            min_p=defaults.min_p if self.min_p is None else self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=(
+                defaults.repetition_penalty
+                if self.repetition_penalty is None
+                else self.repetition_penalty
+            ),
+            logit_bias=self.logit_bias,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            json_schema=None if self.response_format is None else self.response_format.grammar,
+            priority=self.priority,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             top_k=defaults.top_k if self.top_k is None else self.top_k,
@@ -245,7 +299,31 @@ class CompletionRequest(_Generate):
     DEFAULT_MAX_TOKENS: ClassVar[int] = 16
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     add_special_tokens: bool = True
+    echo: bool = False
+    logprobs: CompletionLogprobs = None
+
+    @model_validator(mode="after")
+    def _no_tokens_need_a_reason(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ApiError(
+                400,
+                "max_tokens: 0 gives nothing but with echo or prompt_logprobs; "
+                "without them it must be at least 1",
+                param="max_tokens",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As many as `logprobs` says."""
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """As `echo` says."""
+        return self.echo
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -290,6 +368,19 @@ class ChatRequest(_Rendering, _Generate):
 
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As many as `top_logprobs` says, if `logprobs` does."""
+        return self.top_logprobs if self.logprobs else None
 
 
 class TokenizeRequest(_Rendering):

@@ -13,6 +13,27 @@ class Usage(Struct):
     total_tokens: int
 
 
+class PromptLogprob(Struct):
+    """A token at one place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By place, then by token id; None for the first token."""
+
+
+class CompletionLogprobs(Struct):
+    """By place in the text; top_logprobs by token."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+
 class CompletionChoice(Struct):
     """One text, or a piece of it in a stream."""
 
@@ -20,7 +41,8 @@ class CompletionChoice(Struct):
     text: str
     finish_reason: str | None
     stop_reason: str | int | None = None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -32,6 +54,30 @@ class Completion(Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"
+
+
+class ChatTopLogprob(Struct):
+    """A token that might have stood at some place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(Struct):
+    """A token of the message."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Of every token of the message, or of a chunk."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
 
 
 class ChatMessage(Struct):
@@ -48,7 +94,7 @@ class ChatChoice(Struct):
     message: ChatMessage
     finish_reason: str
     stop_reason: str | int | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(Struct):
@@ -59,6 +105,7 @@ class ChatCompletion(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     object: str = "chat.completion"
 
 
@@ -76,7 +123,7 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunk(Struct):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 from neojax.sampling_params import SamplingParams
@@ -12,13 +12,15 @@ from neojax.sampling_params import SamplingParams
 log = logging.getLogger("neojax.serve")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """Used where a request leaves the field out; OpenAI's values unless the model has its own."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> SamplingDefaults:
@@ -30,13 +32,11 @@ class SamplingDefaults:
             found = json.loads(path.read_text(encoding="utf-8"))
             values = {
                 name: found[name]
-                for name in ("temperature", "top_p", "top_k")
+                for name in (field.name for field in dataclasses.fields(cls))
                 if found.get(name) is not None
             }
             defaults = cls(**values)
-            SamplingParams(
-                temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k
-            )
+            SamplingParams(**dataclasses.asdict(defaults))
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: {error}. Try --generation-config none") from error
         if values:

@@ -44,6 +44,7 @@ class TextModel:
         self.checkpoint = checkpoint
         self.chat_template = chat_template or tokenizer.chat_template
         self.defaults = defaults or SamplingDefaults()
+        self.token_bytes = tokenizer.token_bytes
         self._trust_request_template = trust_request_template
 
     @classmethod

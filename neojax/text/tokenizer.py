@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tokenizers import processors
 
 from neojax.text import tokenizer_files
 from neojax.text.eos import eos_token_ids
+from neojax.text.token_bytes import TokenBytes
 
 
 class Tokenizer:
@@ -114,6 +116,10 @@ class Tokenizer:
             chat_template=file.metadata.get("tokenizer.chat_template"),
         )
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json of the tokens, as other libraries read it."""
+        return self._backend.to_str()
+
     def save(self, file: Path) -> None:
         """Write tokenizer.json. Where this class puts BOS, the file's post-processor will."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
@@ -127,6 +133,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens; the model's own vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What single tokens stand for."""
+        return TokenBytes(self._backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. With special tokens, BOS stands first exactly once if the model

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from neojax.engine.core import EngineCore
+from neojax.engine.grammar import GrammarCompiler
 from neojax.kv.geometry import KVGeometry
 from neojax.models.checkpoint import load_model
 from neojax.models.config import ModelConfig
@@ -89,6 +90,7 @@ def tiny_engine(
     token_buckets: tuple[int, ...] | None = (8, 64),
     eos_ids: Iterable[int] = (),
     rolling_rows: int = 0,
+    grammars: GrammarCompiler | None = None,
 ) -> EngineCore:
     """An engine that compiles as it goes."""
     c = model.config
@@ -125,6 +127,7 @@ def tiny_engine(
         eos_ids=frozenset(eos_ids),
         vocab_size=c.vocab_size,
         seed=0,
+        grammars=grammars,
     )
 
 

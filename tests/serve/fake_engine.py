@@ -38,6 +38,7 @@ from neojax.engine.messages import (
     Tokens,
 )
 from neojax.engine.report import EngineStats, RequestTokens
+from neojax.logprobs import TokenLogprobs
 from tests.tiny_checkpoint import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -78,6 +79,12 @@ class Request:
 
     def token(self, position: int) -> int:
         return self.tokens[position % len(self.tokens)]
+
+
+def likelihood(token: int, number: int) -> TokenLogprobs:
+    """The token is the second likeliest, after the one of the next id."""
+    others = [(token + 1 - i) % EOS_ID for i in range(number)]
+    return TokenLogprobs(token, -1.5, 2, others, [-0.5 - i for i in range(number)])
 
 
 class FakeEngine:
@@ -198,7 +205,17 @@ class FakeEngine:
                 break
         request.due_s = now + script.delay
         placement = "host" if script.host else "device"
-        return RequestTokens(message.request_id, ids, reason, stop_reason, placement)
+        output = RequestTokens(message.request_id, ids, reason, stop_reason, placement)
+        number, of_prompt = message.params["logprobs"], message.params["prompt_logprobs"]
+        if number is not None:
+            output.logprobs = [likelihood(token, number) for token in ids]
+        if of_prompt is not None and request.num_sent <= len(ids):
+            later = [likelihood(token, of_prompt) for token in message.prompt_ids[1:]]
+            output.prompt_logprobs = [None, *later]
+        if message.params["max_tokens"] == 0:
+            output.token_ids, output.logprobs, output.finish_reason = [], None, "length"
+            self.requests.pop(message.request_id, None)
+        return output
 
     def send_stats(self) -> None:
         now = time.time()

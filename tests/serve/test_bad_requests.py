@@ -94,20 +94,9 @@ def test_a_value_that_cannot_be_honoured_is_refused_by_name(
     ("field", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 3),
         ("best_of", 2),
-        ("logit_bias", {"191222": -100}),
-        ("logit_bias", {"abc": 1}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("min_p", 0.1),
-        ("response_format", {"type": "json_object"}),
         ("suffix", "x"),
-        ("echo", True),
-        ("prompt_logprobs", 1),
+        ("top_logprobs", 3),
     ],
 )
 def test_a_known_field_that_is_not_served_yet_is_refused(
@@ -138,8 +127,65 @@ def test_neutral_values_null_and_unknown_fields_are_accepted(server: RunningServ
     assert server.complete("a", **neutral).status_code == 200
 
 
-def test_zero_max_tokens_with_echo_and_logprobs_is_a_clean_400(server: RunningServer):
-    expect_error(server.complete("Answer: yes", max_tokens=0, echo=True, logprobs=1))
+def test_zero_max_tokens_need_echo_or_prompt_logprobs(server: RunningServer):
+    for fields in ({}, {"logprobs": 1}, {"echo": False}):
+        assert expect_error(server.complete("a", max_tokens=0, **fields))["param"] == "max_tokens"
+    assert expect_error(server.chat("a", max_tokens=0))["param"] == "max_tokens"
+    for fields in ({"echo": True, "logprobs": 1}, {"echo": True}, {"prompt_logprobs": 0}):
+        reply = server.complete("Answer: yes", max_tokens=0, **fields)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {"191222": -100}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"abc": 1}),
+        ("logit_bias", {"1": 1e9}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", {str(i): 0 for i in range(301)}),
+        ("logit_bias", [1]),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 11),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_tokens", -1),
+        ("prompt_logprobs", 21),
+        ("priority", 2**31),
+        ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": "x"}}),
+    ],
+)
+def test_a_sampling_parameter_out_of_range_is_refused_by_name(
+    server: RunningServer, field: str, value: object
+):
+    for reply in (server.complete("a", **{field: value}), server.chat("a", **{field: value})):
+        assert field in (expect_error(reply)["param"] or "")
+
+
+def test_logprobs_beyond_each_api_s_limit_are_refused(server: RunningServer):
+    assert expect_error(server.complete("a", logprobs=6))["param"] == "logprobs"
+    assert expect_error(server.complete("a", logprobs=True))["param"] == "logprobs"
+    assert expect_error(server.chat("a", logprobs=True, top_logprobs=21))["param"] == "top_logprobs"
+    assert expect_error(server.chat("a", top_logprobs=3))["param"] == "top_logprobs"
+    assert expect_error(server.complete("a", prompt_logprobs=1, stream=True))["param"] == (
+        "prompt_logprobs"
+    )
+    assert server.complete("a", logprobs=False).status_code == 200
+
+
+def test_parameters_that_exclude_each_other_are_refused(server: RunningServer):
+    reply = server.complete("a", min_tokens=3, response_format={"type": "json_object"})
+    assert "json_schema" in expect_error(reply)["message"]
+    reply = server.complete("a", min_tokens=9, max_tokens=8)
+    assert "max_tokens (8)" in expect_error(reply)["message"]
+    reply = server.chat("a", response_format={"type": "json_schema"})
+    assert "json_schema" in expect_error(reply)["message"]
 
 
 @pytest.mark.parametrize("length", [512, 562])
