@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from neojax.models.config import ModelConfig
+from neojax.models.gguf_config import LONGROPE_FACTORS
 from neojax.models.gguf_file import open_gguf
 
 _OUTER = {
@@ -29,8 +30,9 @@ _INNER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}  # Phi-3's
 # Part of the config (gguf_config.py), not a weight.
-_CONFIG_TENSORS = {"rope_freqs.weight"}
+_CONFIG_TENSORS = {"rope_freqs.weight", *LONGROPE_FACTORS}
 
 
 class GgufCheckpoint:
@@ -47,7 +49,7 @@ class GgufCheckpoint:
             else {}
         )
         self._stored_names = {
-            hugging_face_name(name): name
+            hugging_face_name(name, is_fused=config.fused_projections): name
             for name in self._file.tensors
             if name not in _CONFIG_TENSORS
         }
@@ -66,13 +68,14 @@ class GgufCheckpoint:
         return values if num_heads is None else half_split_rows(values, num_heads)
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, *, is_fused: bool = False) -> str:
     """Name of a GGUF tensor in a Hugging Face Llama; unknown names come back as they are."""
     if name in _OUTER:
         return _OUTER[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match and match[2] in _INNER:
-        return f"model.layers.{match[1]}.{_INNER[match[2]]}.{match[3]}"
+    inner = _INNER | _FUSED if is_fused else _INNER
+    if match and match[2] in inner:
+        return f"model.layers.{match[1]}.{inner[match[2]]}.{match[3]}"
     return name
 
 

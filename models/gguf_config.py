@@ -9,9 +9,15 @@ import numpy as np
 
 from neojax.models.config import ModelConfig
 from neojax.models.gguf_file import GgufFile, open_gguf
-from neojax.models.rope_scaling import LinearRopeScaling, PerFrequencyRopeScaling, RopeScaling
+from neojax.models.rope_scaling import (
+    LinearRopeScaling,
+    LongRopeScaling,
+    PerFrequencyRopeScaling,
+    RopeScaling,
+)
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # Mistral's files say llama
+LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -38,6 +44,7 @@ def read_config(path: Path) -> ModelConfig:
     vocab_size = model.get("vocab_size")
     if vocab_size is None:
         vocab_size = len(file.require("tokenizer.ggml.tokens"))
+    context, window = model.require("context_length"), model.get("attention.sliding_window")
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -50,11 +57,13 @@ def read_config(path: Path) -> ModelConfig:
         rms_norm_eps=float(str(np.float32(model.require("attention.layer_norm_rms_epsilon")))),
         rope_theta=model.get("rope.freq_base", 10000.0),
         rope_scaling=_rope_scaling(model),
-        max_position_embeddings=model.require("context_length"),
-        sliding_window=model.get("attention.sliding_window"),
+        max_position_embeddings=context,
+        # 0 stands for none.
+        sliding_window=window if window and window < context else None,
         tie_embeddings="output.weight" not in file.tensors,
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
+        fused_projections=architecture == "phi3",
         name=Path(path).stem,
     )
 
@@ -86,12 +95,20 @@ class _ModelMetadata:
 def _rope_scaling(model: _ModelMetadata) -> RopeScaling | None:
     if "rope_freqs.weight" in model.file.tensors:
         return PerFrequencyRopeScaling(tuple(model.file.read("rope_freqs.weight").tolist()))
+    if all(name in model.file.tensors for name in LONGROPE_FACTORS):
+        short, long = (tuple(model.file.read(name).tolist()) for name in LONGROPE_FACTORS)
+        return LongRopeScaling(
+            short_factors=short,
+            long_factors=long,
+            original_max_position_embeddings=model.require("rope.scaling.original_context_length"),
+            attention_factor=model.get("rope.scaling.attn_factor", 1.0),
+        )
     kind = model.get("rope.scaling.type", "none")
     if kind == "none":
         return None
     if kind == "linear":
         return LinearRopeScaling(float(model.require("rope.scaling.factor")))
     raise ValueError(
-        f"{model.file.path}: rope scaling {kind!r} is not supported; supported: none, linear, and "
-        "llama3 (stored as rope_freqs.weight)"
+        f"{model.file.path}: rope scaling {kind!r} is not supported; supported: none, linear, "
+        "llama3 (stored as rope_freqs.weight) and longrope (as rope_factors)"
     )

@@ -22,6 +22,7 @@ from tests.models import golden_models
 from tests.models.attention import logits_of
 
 TOLERANCE = 1e-4
+PHI3 = ("phi3", "phi3_longrope")
 
 
 def load(path: Path) -> Llama:
@@ -54,6 +55,16 @@ def gguf_checkpoint(path: Path, name: str) -> Path:
     writer.add_head_count_kv(heads["k"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if scaling := config.get("rope_scaling"):
+        for kind in ("short", "long"):
+            factors = np.asarray(scaling[f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+        original = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        stretch = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors((1 + np.log(stretch) / np.log(original)) ** 0.5)
+    if architecture == "phi3" and "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -94,7 +105,7 @@ def test_a_prompt_within_the_original_context_equals_transformers_where_the_cont
     assert_close(ours[-2:], golden(golden_models.LONGROPE)["short_logits"])
 
 
-@pytest.mark.parametrize("name", ["mha_h64", "gqa3_h64", "gqa4_h128", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["mha_h64", "gqa3_h64", "gqa4_h128", "qwen2", "qwen3", *PHI3])
 def test_logits_of_tiny_gguf_models_equal_transformers(tmp_path, name):
     model = load(gguf_checkpoint(tmp_path / "tiny.gguf", name))
     ours = logits_of(model, golden_models.prompt_ids(name))
