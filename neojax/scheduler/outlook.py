@@ -88,15 +88,18 @@ class Outlook:
         size = -(-mix.context // limits.block_size) + 1  # and a block to grow into
         most = min(limits.max_num_seqs, num_requests)
         self.num_device_rows = min(most, int(num_device_blocks // size))
-        num_host = min(most - self.num_device_rows, int(limits.num_host_blocks // size))
-        # Beyond so many rows prefill is the bound, and more of them would wait for it.
+        room = min(most - self.num_device_rows, int(limits.num_host_blocks // size))
+        # With so many rows prefill fills every step. More wait for it, and cannot be in its way.
         prefill_bound = int(limits.max_num_batched_tokens * mix.output_tokens / mix.prompt_tokens)
-        num_host = min(num_host, prefill_bound - self.num_device_rows)
+        num_host = min(room, prefill_bound - self.num_device_rows)
         alone = self._alone(mix)
-        best = Regime(MIN_GAIN * alone, 0)
+        # Once requests are there, the host need only be no worse: mixes vary from look to look.
+        best = Regime(alone if self.num_host_rows else MIN_GAIN * alone, 0)
         for host_rows in _steps(num_host):
             best = max(best, *(self._regime(mix, host_rows, share) for share in SHARES))
-        largest = min(limits.rolling_rows, num_host // (limits.num_layers + 1))
+        if best.num_host_rows == num_host > 0:
+            best = best._replace(num_host_rows=room)
+        largest = min(limits.rolling_rows, room // (limits.num_layers + 1))
         for rows in range(1, largest + 1) if self._predictor.knows_rolling else ():
             best = max(best, *(self._rolling_regime(mix, rows, share) for share in SHARES))
         self.num_host_rows = best.num_host_rows
