@@ -9,6 +9,7 @@ with none is part of the linear stage, so that the sum is the step.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +24,18 @@ from neojax.kv.host_pool import HostPool
 from neojax.runner.lanes import Batch, DeviceState, SubBatchLane
 from neojax.runner.programs import Head, Programs
 from neojax.runner.shapes import AttentionShape, Buckets, Shape
+from neojax.runner.swap import Swapper
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.costs import CostTables, Table1, Table2
-from neojax.scheduler.plan import Mode, Row, SubBatch
+from neojax.scheduler.plan import Mode, Row, SubBatch, Swap
 from neojax.scheduler.request import Placement, Progress, Request
 
 MIN_RUNS, MAX_RUNS = 3, 9
 RUN_S = 0.05
 """Runs of one point go on until they have taken so long together: short ones are noisier."""
+MAX_REPEATS, REPEATED_S = 8, 0.02
+"""On a GPU a run is repeated until a measurement takes so long; no more launches than may be in
+flight."""
 CPU_LAYERS = 4
 """Layers in a run of per-layer programs on the CPU backend, where launches cost little. A GPU runs
 as many as the model has: the wait at the end must not count."""
@@ -53,6 +58,7 @@ class Profiler:
         buckets: Buckets,
         geometry: KVGeometry,
         host: HostPool,
+        swapper: Swapper,
         *,
         layers_per_program: int,
         max_num_seqs: int,
@@ -63,6 +69,7 @@ class Profiler:
         self._buckets = buckets
         self._geometry = geometry
         self._host = host
+        self._swapper = swapper
         self._group = layers_per_program
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -84,6 +91,7 @@ class Profiler:
             device_decode = self._device_decode(linear)
             host_decode = self._host_decode()
             store, fetch = self._copies()
+            swap_out, swap_in = self._swaps(Placement.HOST), self._swaps(Placement.DEVICE)
             ends = _steps({s: self._ends(s) for s in self._end_shapes()})
         self._host.reset()
         return CostTables(
@@ -95,9 +103,8 @@ class Profiler:
             hop=_steps(hop),
             store=store,
             fetch=fetch,
-            # The same bytes on the same way as a chunk's and its prefix's.
-            swap_out=store,
-            swap_in=fetch,
+            swap_out=swap_out,
+            swap_in=swap_in,
             per_step=dict.fromkeys((Mode.DEVICE_ONLY, Mode.PIPELINED), ends),
         )
 
@@ -292,6 +299,27 @@ class Profiler:
             return store, store
         return store, table([n // p * p for n in prefixes], lambda n: (1, n + 1))
 
+    def _swaps(self, to: Placement) -> Table1:
+        """A layer of one request's move to the other pool."""
+        num_blocks = min(self._num_device_blocks, self._host.num_blocks)
+        limit = min(self._max_model_len, num_blocks * self._geometry.block_size)
+        points = _grid(min(FIRST_CONTEXT, limit), limit, CONTEXT_FACTOR)
+
+        def seconds(num_tokens: int) -> float:
+            row = self._row(0, num_tokens, num_tokens, to, num_blocks)
+            swap = Swap(row.request, to, num_tokens, row.blocks, row.blocks)
+
+            def run() -> list[jax.Array]:
+                return [launch() for launch in self._swapper.launches([swap])]
+
+            return self._seconds(run, self._wait_for_swaps) / len(self._state.layers)
+
+        return Table1(tuple(points), tuple(map(seconds, points)))
+
+    def _wait_for_swaps(self, done: list[jax.Array]) -> None:
+        jax.block_until_ready(done)
+        self._host.await_swaps_out(self._host.num_swaps_out)
+
     def _host_chunk(self, shape: Shape, num_tokens: int, stop: int) -> float:
         """A layer's moves for one chunk of a HOST request, without its attention."""
         state, programs = self._state, self._programs[shape, 0]
@@ -301,7 +329,7 @@ class Profiler:
             row = self._row(0, num_tokens, stop, Placement.HOST, self._host.num_blocks)
             packed, plan = layout.pack(SubBatch(chunks=(row,)), self._host.next_plan)
             assert plan is not None
-            self._host.put_plan(plan, MAX_RUNS * len(state.layers))
+            self._host.put_plan(plan, (1 + MAX_RUNS * MAX_REPEATS) * len(state.layers))
             layout.views(packed)["scalars"][4] = 0  # tiles: moves alone are to be measured
         meta, rows = self._entered(shape, packed)
         attended = next(iter(programs.attend.values()))(meta, rows, state.pools[0])
@@ -339,13 +367,25 @@ class Profiler:
         num_layers = len(self._state.layers)
         return num_layers if self._is_gpu else min(num_layers, CPU_LAYERS)
 
-    def _seconds(self, run: Callable[[], Any]) -> float:
-        """Median of several runs, each waited for at its end."""
+    def _seconds(
+        self, run: Callable[[], Any], wait: Callable[[Any], object] = jax.block_until_ready
+    ) -> float:
+        """Median of several measurements; each waits once, at its end.
+
+        A short run is repeated before the wait: the first launch and the wait cost more than the
+        launches between, and steps overlap them with the step before.
+        """
+        started = time.perf_counter()
+        wait(run())
+        first = time.perf_counter() - started
+        repeats = min(MAX_REPEATS, math.ceil(REPEATED_S / first)) if self._is_gpu else 1
         times: list[float] = []
-        while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and sum(times) < RUN_S):
+        while len(times) < MIN_RUNS or (len(times) < MAX_RUNS and repeats * sum(times) < RUN_S):
             started = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - started)
+            for _ in range(repeats - 1):
+                run()
+            wait(run())
+            times.append((time.perf_counter() - started) / repeats)
         self._bar.update()
         return statistics.median(times)
 

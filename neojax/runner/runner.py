@@ -214,7 +214,7 @@ class Runner:
 
         Raises ValueError without a host pool: there is nothing to weigh the device against.
         """
-        if self.host is None:
+        if self.host is None or self._swapper is None:
             raise ValueError("costs are measured only where there is a host pool")
         profiler = Profiler(
             self._state,
@@ -222,6 +222,7 @@ class Runner:
             self._buckets,
             self.geometry,
             self.host,
+            self._swapper,
             layers_per_program=self.config.layers_per_program,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,

@@ -48,6 +48,8 @@ def test_tables_reach_as_far_as_the_engine_does(warmed_up):
     assert tables.host_decode(8, 1024) > tables.host_decode(8, 64)
     assert tables.hop.xs[-1] == 8
     assert tables.store.xs[-1] == 64
+    assert tables.swap_out.xs[-1] == tables.swap_in.xs[-1] == 256
+    assert min(tables.swap_out.ys) > 0
 
 
 def test_a_slow_program_shows_in_the_costs_of_its_size_alone(warmed_up, monkeypatch):
