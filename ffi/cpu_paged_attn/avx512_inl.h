@@ -13,7 +13,7 @@ struct Avx512 {
   using F = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kHeads = 8;
-  static constexpr int kSums = 28;  // of 32 registers
+  static constexpr int kRegisters = 32;
   static constexpr __mmask16 kHalf = 0xff;
 
   static F Set(float x) { return _mm512_set1_ps(x); }
@@ -59,9 +59,13 @@ struct Avx512 {
     return _mm512_roundscale_ps(x,
                                 _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
-  static F PowerOfTwo(F n) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(
-        _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+  // x * 2^n of a whole n; 0 instead of a subnormal, which would be slow.
+  static F Scale(F x, F n) {
+    return _mm512_maskz_scalef_ps(
+        _mm512_cmp_ps_mask(n, Set(-127.0f), _CMP_GT_OQ), x, n);
+  }
+  static bool AnyAbove(F x, float y) {
+    return _mm512_cmp_ps_mask(x, Set(y), _CMP_GT_OQ) != 0;
   }
   static F CopySign(F x, F sign) {
     // Bit by bit: the sign's where the mask is set, else x's.

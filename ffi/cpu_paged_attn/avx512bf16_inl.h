@@ -20,8 +20,11 @@ struct PairedBf16 {
   static X Load(const uint16_t* p) {
     return Avx512::LoadWords<kPart>(p);
   }
-  static F MulAdd(X x, const Weight* w, F acc) {
-    __m512i pair = _mm512_set1_epi32(static_cast<int>(*w));
+  using W = __m512i;
+  static W Spread(const Weight* w) {
+    return _mm512_set1_epi32(static_cast<int>(*w));
+  }
+  static F MulAdd(X x, W pair, F acc) {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(x),
                             reinterpret_cast<__m512bh>(pair));
   }

@@ -87,17 +87,20 @@ void StripScores(const uint16_t* const* k, const uint16_t* const* next,
   _tile_stored(SUM3, x + 48, kStride);
 }
 
-// sums[g][0..H) = p_g . v over `num_tiles` tiles.
+// out[g][0..H) += p_g . v over `num_tiles` tiles.
 void StripSums(const uint16_t* const* v, const uint16_t* const* next,
-               int num_tiles, const uint32_t* p, int head_dim, float* sums) {
+               int num_tiles, const uint32_t* p, int head_dim, float* out) {
   FinishStores();
   const int row = head_dim * 2;  // elements of a row of V
   for (int d = 0; d < head_dim; d += 64) {
-    _tile_zero(SUM0);
-    _tile_zero(SUM1);
-    _tile_zero(SUM2);
-    _tile_zero(SUM3);
+    float* at_out = out + d;
     const bool wide = d + 64 <= head_dim;
+    _tile_loadd(SUM0, at_out, head_dim * 4);
+    _tile_loadd(SUM1, at_out + 16, head_dim * 4);
+    if (wide) {
+      _tile_loadd(SUM2, at_out + 32, head_dim * 4);
+      _tile_loadd(SUM3, at_out + 48, head_dim * 4);
+    }
     for (int i = 0; i < num_tiles; ++i) {
       const uint16_t* at = v[i] + d * 2;
       // A tile of V has head_dim / 2 lines; this step asks for its share.
@@ -117,31 +120,31 @@ void StripSums(const uint16_t* const* v, const uint16_t* const* next,
       PrefetchLines(next, line + 6, 2);
       _tile_dpbf16ps(SUM3, WEIGHTS, V);
     }
-    _tile_stored(SUM0, sums + d, head_dim * 4);
-    _tile_stored(SUM1, sums + d + 16, head_dim * 4);
+    _tile_stored(SUM0, at_out, head_dim * 4);
+    _tile_stored(SUM1, at_out + 16, head_dim * 4);
     if (!wide) continue;
-    _tile_stored(SUM2, sums + d + 32, head_dim * 4);
-    _tile_stored(SUM3, sums + d + 48, head_dim * 4);
+    _tile_stored(SUM2, at_out + 32, head_dim * 4);
+    _tile_stored(SUM3, at_out + 48, head_dim * 4);
   }
+  FinishStores();
 }
 
 void Run(const AttendArgs& a) {
   // Below, a tile is so empty that vectors are as fast.
-  constexpr int kMinRows = 5;
+  constexpr int kMinRows = 2;
   if (a.group < kMinRows || a.group > kMaxRows || a.head_dim % 32 != 0) {
     return kAvx512Bf16Kernels.bfloat16(a);
   }
   alignas(64) float x[kMaxRows * kStripTokens];
   alignas(64) uint32_t packed_p[kMaxRows * kStripTokens / 2];
   alignas(64) uint32_t packed_q[kMaxRows * kMaxHeadDim / 2];
-  alignas(64) float sums[kMaxRows * kMaxHeadDim];
+  alignas(64) float sums[kMaxRows * Avx512::kLanes] = {};
   alignas(64) uint16_t clean_v[2][kTileTokens * kMaxHeadDim];
-  alignas(64) float decay[kMaxGroup] = {};
+  float decay[kMaxRows];
   const int group = a.group;
   const int head_dim = a.head_dim;
   for (int g = 0; g < group; ++g) {
     a.max[g] = -__builtin_inff();
-    a.sum[g] = 0.0f;
   }
   std::memset(a.out, 0, sizeof(float) * group * head_dim);
   PairedBf16::PackWeights(a.q, packed_q, group * head_dim);
@@ -176,17 +179,22 @@ void Run(const AttendArgs& a) {
       v[num_tiles - 1] = Vectors::CleanV(v[num_tiles - 1], head_dim, 0,
                                          last - before, clean_v[1]);
     }
-    Vectors::Softmax(a, group, x, num_tokens, first, last, decay);
+    const bool decays =
+        Vectors::Softmax(a, group, x, num_tokens, first, last, decay, sums);
     PairedBf16::PackWeights(x, packed_p, group * kStripTokens);
-    StripSums(v, next_v, num_tiles, packed_p, head_dim, sums);
-    for (int g = 0; g < group; ++g) {
-      __m512 by = Avx512::Set(decay[g]);
+    for (int g = 0; decays && g < group; ++g) {
+      if (decay[g] == 1.0f) continue;
       for (int d = 0; d < head_dim; d += 16) {
         float* out = a.out + g * head_dim + d;
-        __m512 sum = _mm512_load_ps(sums + g * head_dim + d);
-        _mm512_storeu_ps(out, Avx512::Fma(_mm512_loadu_ps(out), by, sum));
+        Avx512::Store(
+            out, Avx512::Mul(Avx512::Load<false>(out), Avx512::Set(decay[g])));
       }
     }
+    StripSums(v, next_v, num_tiles, packed_p, head_dim, a.out);
+  }
+  for (int g = 0; g < group; ++g) {
+    a.sum[g] =
+        Avx512::HorizontalSum(Avx512::Load<false>(sums + g * Avx512::kLanes));
   }
   // Unused tiles make no work for a switch of threads.
   _tile_release();

@@ -11,7 +11,7 @@ struct Avx2 {
   using F = __m256;
   static constexpr int kLanes = 8;
   static constexpr int kHeads = 4;
-  static constexpr int kSums = 8;  // of 16 registers
+  static constexpr int kRegisters = 16;
 
   static F Set(float x) { return _mm256_set1_ps(x); }
   template <bool kPart>
@@ -45,9 +45,15 @@ struct Avx2 {
   static F Round(F x) {
     return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
-  static F PowerOfTwo(F n) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(
-        _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+  // x * 2^n of a whole n
+  static F Scale(F x, F n) {
+    return Mul(
+        x, _mm256_castsi256_ps(_mm256_slli_epi32(
+               _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)),
+               23)));
+  }
+  static bool AnyAbove(F x, float y) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(x, Set(y), _CMP_GT_OQ)) != 0;
   }
   static F CopySign(F x, F sign) {
     F bit = _mm256_set1_ps(-0.0f);

@@ -51,9 +51,9 @@ struct Attention {
   }
 
   // Turns one head's scores of a strip into logits in base 2; tokens outside
-  // [first, last) become minus infinity. Returns the largest.
-  static float Logits(const AttendArgs& a, float* x, int num_tokens, int first,
-                      int last) {
+  // [first, last) become minus infinity. Returns the largest of each lane.
+  static typename I::F Logits(const AttendArgs& a, float* x, int num_tokens,
+                              int first, int last) {
     using F = typename I::F;
     F top = I::Set(-__builtin_inff());
     if (a.softcap > 0.0f) {
@@ -84,26 +84,30 @@ struct Attention {
         top = I::Max(top, I::template Load<false>(x + t));
       }
     }
-    return I::HorizontalMax(top);
+    return top;
   }
 
   // One step of the online softmax over a strip's scores x [G, kStripTokens]:
-  // x becomes exp2(logit - max); a.max and a.sum are brought up to date, and
-  // decay[g] is what earlier sums are worth now.
-  static void Softmax(const AttendArgs& a, int group, float* x, int num_tokens,
-                      int first, int last, float* decay) {
+  // x becomes exp2(logit - max); a.max and sums [G, kLanes] are brought up to
+  // date, and decay[g] is what earlier sums are worth now. A new maximum is
+  // rare once some tokens are seen: only then are the lanes compared. Returns
+  // whether any decay is not 1.
+  static bool Softmax(const AttendArgs& a, int group, float* x, int num_tokens,
+                      int first, int last, float* decay, float* sums) {
     using F = typename I::F;
-    for (int g = 0; g < group; ++g) {
-      const float old_max = a.max[g];
-      float top = Logits(a, x + g * kStripTokens, num_tokens, first, last);
-      if (top > a.max[g]) a.max[g] = top;
-      decay[g] = old_max - a.max[g];
-    }
-    for (int g = 0; g < group; g += I::kLanes) {
-      I::Store(decay + g, Exp2<I>(I::template Load<false>(decay + g)));
-    }
+    bool decays = false;
     for (int g = 0; g < group; ++g) {
       float* row = x + g * kStripTokens;
+      F top = Logits(a, row, num_tokens, first, last);
+      decay[g] = 1.0f;
+      if (I::AnyAbove(top, a.max[g])) {
+        const float max = I::HorizontalMax(top);
+        float lanes[I::kLanes];
+        I::Store(lanes, Exp2<I>(I::Set(a.max[g] - max)));
+        decay[g] = lanes[0];
+        a.max[g] = max;
+        decays = true;
+      }
       F shift = I::Set(a.max[g]);
       F total = I::Set(0.0f);
       for (int t = 0; t < num_tokens; t += I::kLanes) {
@@ -111,8 +115,11 @@ struct Attention {
         I::Store(row + t, p);
         total = I::Add(total, p);
       }
-      a.sum[g] = a.sum[g] * decay[g] + I::HorizontalSum(total);
+      float* sum = sums + g * I::kLanes;
+      I::Store(sum,
+               I::Fma(I::template Load<false>(sum), I::Set(decay[g]), total));
     }
+    return decays;
   }
 
   static const Element* TileAt(const AttendArgs& a, const char* base,
@@ -155,13 +162,13 @@ struct Attention {
     alignas(64) Weight packed_p[kMaxGroup * kStripPacks];
     alignas(64) Weight packed_q[kMaxGroup * kMaxHeadDim / kPack];
     alignas(64) Element clean_v[2][kTileTokens * kMaxHeadDim];
-    alignas(64) float decay[kMaxGroup] = {};
+    alignas(64) float sums[kMaxGroup * I::kLanes] = {};
+    float decay[kMaxGroup];
     float ones[kMaxGroup];
     const int group = a.group;
     const int head_dim = kDim > 0 ? kDim : a.head_dim;
     for (int g = 0; g < group; ++g) {
       a.max[g] = -__builtin_inff();
-      a.sum[g] = 0.0f;
       ones[g] = 1.0f;
     }
     std::memset(a.out, 0, sizeof(float) * group * head_dim);
@@ -185,8 +192,8 @@ struct Attention {
         constexpr int kHeads = heads.value;
         // Tiles at once, as there are registers for their sums.
         constexpr int kVecs = kTileTokens / I::kLanes;
-        constexpr int kTiles = kHeads * kVecs * 4 <= I::kSums   ? 4
-                               : kHeads * kVecs * 2 <= I::kSums ? 2
+        constexpr int kTiles = Fits<I, Kv>(kHeads, kVecs * 4)   ? 4
+                               : Fits<I, Kv>(kHeads, kVecs * 2) ? 2
                                                                 : 1;
         int i = 0;
         for (; i + kTiles <= num_tiles; i += kTiles) {
@@ -213,9 +220,9 @@ struct Attention {
             CleanV(v[num_tiles - 1], head_dim, 0, last - before, clean_v[1]);
       }
       if (num_tokens == kStripTokens) {
-        Softmax(a, group, x, kStripTokens, first, last, decay);
+        Softmax(a, group, x, kStripTokens, first, last, decay, sums);
       } else {
-        Softmax(a, group, x, num_tokens, first, last, decay);
+        Softmax(a, group, x, num_tokens, first, last, decay, sums);
       }
       const Weight* p = Pack(x, packed_p, group * kStripTokens);
       ForHeads(group, [&](int g, auto heads) {
@@ -233,6 +240,10 @@ struct Attention {
               i == 0 ? decay + g : ones + g, head_dim, out);
         }
       });
+    }
+    for (int g = 0; g < group; ++g) {
+      a.sum[g] =
+          I::HorizontalSum(I::template Load<false>(sums + g * I::kLanes));
     }
   }
 

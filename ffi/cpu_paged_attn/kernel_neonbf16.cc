@@ -17,9 +17,11 @@ struct PairedNeon {
   static X Load(const uint16_t* p) {
     return vreinterpretq_bf16_u16(vld1q_u16(p));
   }
-  static F MulAdd(X x, const Weight* w, F acc) {
-    return vbfdotq_f32(acc, x, vreinterpretq_bf16_u32(vdupq_n_u32(*w)));
+  using W = bfloat16x8_t;
+  static W Spread(const Weight* w) {
+    return vreinterpretq_bf16_u32(vdupq_n_u32(*w));
   }
+  static F MulAdd(X x, W w, F acc) { return vbfdotq_f32(acc, x, w); }
   // `count` is a multiple of 8.
   static void PackWeights(const float* from, Weight* to, int count) {
     for (int i = 0; i < count; i += 4) {

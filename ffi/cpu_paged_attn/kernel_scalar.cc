@@ -12,7 +12,7 @@ struct Portable {
   using Words = uint32_t __attribute__((vector_size(16)));
   static constexpr int kLanes = 4;
   static constexpr int kHeads = 2;
-  static constexpr int kSums = 8;
+  static constexpr int kRegisters = 16;
 
   template <class To, class From>
   static To Bits(From from) {
@@ -59,8 +59,13 @@ struct Portable {
   static F Min(F a, F b) { return a < b ? a : b; }
   // Adding 1.5 * 2^23 leaves no bit for a fraction; exact for |x| < 2^22.
   static F Round(F x) { return (x + 12582912.0f) - 12582912.0f; }
-  static F PowerOfTwo(F n) {
-    return Bits<F>((__builtin_convertvector(n, Ints) + 127) << 23);
+  // x * 2^n of a whole n
+  static F Scale(F x, F n) {
+    return x * Bits<F>((__builtin_convertvector(n, Ints) + 127) << 23);
+  }
+  static bool AnyAbove(F x, float y) {
+    Ints above = x > Set(y);
+    return (above[0] | above[1] | above[2] | above[3]) != 0;
   }
   static F CopySign(F x, F sign) {
     return Bits<F>((Bits<Words>(x) & 0x7fffffffu) |

@@ -13,7 +13,7 @@ struct Neon {
   using F = float32x4_t;
   static constexpr int kLanes = 4;
   static constexpr int kHeads = 4;
-  static constexpr int kSums = 16;  // of 32 registers
+  static constexpr int kRegisters = 32;
 
   static F Set(float x) { return vdupq_n_f32(x); }
   template <bool kPart>
@@ -43,9 +43,13 @@ struct Neon {
   static F Max(F a, F b) { return vmaxq_f32(a, b); }
   static F Min(F a, F b) { return vminq_f32(a, b); }
   static F Round(F x) { return vrndnq_f32(x); }
-  static F PowerOfTwo(F n) {
-    return vreinterpretq_f32_s32(
-        vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
+  // x * 2^n of a whole n
+  static F Scale(F x, F n) {
+    return Mul(x, vreinterpretq_f32_s32(vshlq_n_s32(
+                      vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23)));
+  }
+  static bool AnyAbove(F x, float y) {
+    return vmaxvq_u32(vcgtq_f32(x, Set(y))) != 0;
   }
   static F CopySign(F x, F sign) {
     return vbslq_f32(vdupq_n_u32(0x80000000u), sign, x);

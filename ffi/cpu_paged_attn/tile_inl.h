@@ -23,7 +23,8 @@ constexpr float kLog2E = 1.44269504f;
 //   X            one loaded vector: I::kLanes lanes of kPack elements
 //   Weight       weights of one pack as kept in memory
 //   Load<kPart>  loads X; kPart: the first 8 lanes only
-//   MulAdd       acc + x . weight, over the pack
+//   W, Spread    one pack of weights in all lanes
+//   MulAdd       acc + x . w, over the pack
 
 // K [H][16], V [16][H] of `E`: one element a token and dim.
 template <class I, class E>
@@ -38,9 +39,9 @@ struct Plain {
   static X Load(const E* p) {
     return I::template Load<kPart>(p);
   }
-  static F MulAdd(X x, const Weight* w, F acc) {
-    return I::Fma(x, I::Set(*w), acc);
-  }
+  using W = F;
+  static W Spread(const Weight* w) { return I::Set(*w); }
+  static F MulAdd(X x, W w, F acc) { return I::Fma(x, w, acc); }
 };
 
 // K [H/2][16][2], V [8][H][2] of bfloat16: two summed neighbours share 32
@@ -63,9 +64,13 @@ struct Paired {
     I::template LoadPairs<kPart>(p, x.even, x.odd);
     return x;
   }
-  static F MulAdd(const X& x, const Weight* w, F acc) {
-    acc = I::Fma(x.even, I::Set(w->w[0]), acc);
-    return I::Fma(x.odd, I::Set(w->w[1]), acc);
+  using W = X;
+  static W Spread(const Weight* w) {
+    return {I::Set(w->w[0]), I::Set(w->w[1])};
+  }
+  static F MulAdd(const X& x, const W& w, F acc) {
+    acc = I::Fma(x.even, w.even, acc);
+    return I::Fma(x.odd, w.odd, acc);
   }
 };
 
@@ -83,12 +88,21 @@ typename I::F Exp2(typename I::F x) {
   p = I::Fma(p, f, I::Set(2.40226507e-1f));
   p = I::Fma(p, f, I::Set(6.93147181e-1f));
   p = I::Fma(p, f, I::Set(1.0f));
-  return I::Mul(p, I::PowerOfTwo(n));
+  return I::Scale(p, n);
 }
 
 // To the second-level cache: a strip and its successor would not both fit the
 // first.
 inline void Prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// Whether the registers hold the sums of kHeads heads and `vecs` vectors, the
+// vectors, and one head's weights. A single head's weights stay, so that its
+// vectors need not: they come and go one by one.
+template <class I, class Kv>
+constexpr bool Fits(int heads, int vecs) {
+  constexpr int kX = sizeof(typename Kv::X) / sizeof(typename I::F);
+  return heads * vecs + kX * (heads > 1 ? vecs + 1 : 2) <= I::kRegisters - 2;
+}
 
 // scores[g][0..16) of kTiles tiles = q_g . k, for kHeads heads. Tiles are read
 // side by side, a line of each in turn: memory gives more to several streams
@@ -122,13 +136,18 @@ void Scores(const typename Kv::Element* const* k,
       if (kRowBytes >= 64 || (d + c) % 2 == 0) {
         for (int i = 0; i < kTiles; ++i) Prefetch(next[i] + at);
       }
+      typename Kv::X x[kTiles][kVecs];
       for (int i = 0; i < kTiles; ++i) {
         for (int j = 0; j < kVecs; ++j) {
-          auto x =
+          x[i][j] =
               Kv::template Load<false>(k[i] + at + j * I::kLanes * Kv::kPack);
-          for (int g = 0; g < kHeads; ++g) {
-            acc[c][i][g][j] =
-                Kv::MulAdd(x, q + g * packs + d + c, acc[c][i][g][j]);
+        }
+      }
+      for (int g = 0; g < kHeads; ++g) {
+        const auto w = Kv::Spread(q + g * packs + d + c);
+        for (int i = 0; i < kTiles; ++i) {
+          for (int j = 0; j < kVecs; ++j) {
+            acc[c][i][g][j] = Kv::MulAdd(x[i][j], w, acc[c][i][g][j]);
           }
         }
       }
@@ -168,14 +187,19 @@ void WeighBlock(const typename Kv::Element* const* v,
   }
   for (int t = 0; t < kPacks; ++t) {
     const int row = (t * head_dim + d) * Kv::kPack;
+    // Unrolled, the loads of all tiles would be moved up and spilt.
+#pragma GCC unroll 1
     for (int i = 0; i < kTiles; ++i) {
+      typename Kv::X x[kVecs];
       for (int j = 0; j < kVecs; ++j) {
         if (j * kVecBytes % 64 == 0) Prefetch(next[i] + row + j * kVec);
-        auto x = Kv::template Load<kPart>(v[i] + row + j * kVec);
-        for (int g = 0; g < kHeads; ++g) {
-          acc[g][j] =
-              Kv::MulAdd(x, p + g * (kStripTokens / Kv::kPack) + i * kPacks + t,
-                         acc[g][j]);
+        x[j] = Kv::template Load<kPart>(v[i] + row + j * kVec);
+      }
+      for (int g = 0; g < kHeads; ++g) {
+        const auto w =
+            Kv::Spread(p + g * (kStripTokens / Kv::kPack) + i * kPacks + t);
+        for (int j = 0; j < kVecs; ++j) {
+          acc[g][j] = Kv::MulAdd(x[j], w, acc[g][j]);
         }
       }
     }
@@ -215,9 +239,9 @@ void Weigh(const typename Kv::Element* const* v,
            const typename Kv::Weight* p, const float* decay, int head_dim,
            float* out) {
   // As many sums as there are registers for, and not more than there are dims.
-  constexpr int kMost = kHeads * 8 <= I::kSums   ? 8
-                        : kHeads * 4 <= I::kSums ? 4
-                        : kHeads * 2 <= I::kSums ? 2
+  constexpr int kMost = Fits<I, Kv>(kHeads, 8)   ? 8
+                        : Fits<I, Kv>(kHeads, 4) ? 4
+                        : Fits<I, Kv>(kHeads, 2) ? 2
                                                  : 1;
   constexpr int kVecs =
       kDim > 0 && kMost * I::kLanes > kDim ? kDim / I::kLanes : kMost;
