@@ -9,6 +9,9 @@
 
 #include "ffi/cpu_paged_attn/kernel.h"
 
+// For loops over sums: left rolled, they would keep their sums in memory.
+#define NEOJAX_UNROLL _Pragma("GCC unroll 32")
+
 namespace neojax {
 namespace {
 
@@ -114,53 +117,52 @@ void Scores(const typename Kv::Element* const* k,
   using F = typename I::F;
   if (kDim > 0) head_dim = kDim;
   constexpr int kVecs = kTileTokens / I::kLanes;
+  constexpr int kLoads = kTiles * kVecs;
+  constexpr int kTogether = kHeads > 1 ? kLoads : 1;
   constexpr int kRow = kTileTokens * Kv::kPack;  // elements
   constexpr int kRowBytes =
       kRow * static_cast<int>(sizeof(typename Kv::Element));
   // A multiply-add takes about four cycles and two start in each: few sums
   // need to be kept as several each, to keep both pipes busy.
-  constexpr int kSums = kHeads * kVecs * kTiles;
+  constexpr int kSums = kHeads * kLoads;
   constexpr int kChains = kSums >= 8 ? 1 : kSums >= 4 ? 2 : 4;
   const int packs = head_dim / Kv::kPack;  // a multiple of 4
-  F acc[kChains][kTiles][kHeads][kVecs];
-  for (int c = 0; c < kChains; ++c) {
-    for (int i = 0; i < kTiles; ++i) {
-      for (int g = 0; g < kHeads; ++g) {
-        for (int j = 0; j < kVecs; ++j) acc[c][i][g][j] = I::Set(0.0f);
-      }
-    }
-  }
+  F acc[kChains][kHeads][kLoads] = {};
   for (int d = 0; d < packs; d += kChains) {
+    NEOJAX_UNROLL
     for (int c = 0; c < kChains; ++c) {
       const int at = (d + c) * kRow;
       if (kRowBytes >= 64 || (d + c) % 2 == 0) {
         for (int i = 0; i < kTiles; ++i) Prefetch(next[i] + at);
       }
-      typename Kv::X x[kTiles][kVecs];
-      for (int i = 0; i < kTiles; ++i) {
-        for (int j = 0; j < kVecs; ++j) {
-          x[i][j] =
-              Kv::template Load<false>(k[i] + at + j * I::kLanes * Kv::kPack);
+      NEOJAX_UNROLL
+      for (int first = 0; first < kLoads; first += kTogether) {
+        typename Kv::X x[kTogether];
+        NEOJAX_UNROLL
+        for (int n = 0; n < kTogether; ++n) {
+          const int vec = (first + n) % kVecs;
+          x[n] = Kv::template Load<false>(k[(first + n) / kVecs] + at +
+                                          vec * I::kLanes * Kv::kPack);
         }
-      }
-      for (int g = 0; g < kHeads; ++g) {
-        const auto w = Kv::Spread(q + g * packs + d + c);
-        for (int i = 0; i < kTiles; ++i) {
-          for (int j = 0; j < kVecs; ++j) {
-            acc[c][i][g][j] = Kv::MulAdd(x[i][j], w, acc[c][i][g][j]);
+        NEOJAX_UNROLL
+        for (int g = 0; g < kHeads; ++g) {
+          const auto w = Kv::Spread(q + g * packs + d + c);
+          NEOJAX_UNROLL
+          for (int n = 0; n < kTogether; ++n) {
+            F& sum = acc[c][g][first + n];
+            sum = Kv::MulAdd(x[n], w, sum);
           }
         }
       }
     }
   }
-  for (int i = 0; i < kTiles; ++i) {
-    for (int g = 0; g < kHeads; ++g) {
-      for (int j = 0; j < kVecs; ++j) {
-        F sum = acc[0][i][g][j];
-        for (int c = 1; c < kChains; ++c) sum = I::Add(sum, acc[c][i][g][j]);
-        I::Store(scores + g * kStripTokens + i * kTileTokens + j * I::kLanes,
-                 sum);
-      }
+  NEOJAX_UNROLL
+  for (int g = 0; g < kHeads; ++g) {
+    NEOJAX_UNROLL
+    for (int n = 0; n < kLoads; ++n) {
+      F sum = acc[0][g][n];
+      for (int c = 1; c < kChains; ++c) sum = I::Add(sum, acc[c][g][n]);
+      I::Store(scores + g * kStripTokens + n * I::kLanes, sum);
     }
   }
 }
@@ -177,9 +179,12 @@ void WeighBlock(const typename Kv::Element* const* v,
   constexpr int kVec = I::kLanes * Kv::kPack;  // elements
   constexpr int kVecBytes =
       kVec * static_cast<int>(sizeof(typename Kv::Element));
+  constexpr int kTogether = kHeads > 1 ? kVecs : 1;
   F acc[kHeads][kVecs];
+  NEOJAX_UNROLL
   for (int g = 0; g < kHeads; ++g) {
     F by = I::Set(decay[g]);
+    NEOJAX_UNROLL
     for (int j = 0; j < kVecs; ++j) {
       const float* at = out + g * head_dim + d + j * I::kLanes;
       acc[g][j] = I::Mul(I::template Load<kPart>(at), by);
@@ -190,21 +195,31 @@ void WeighBlock(const typename Kv::Element* const* v,
     // Unrolled, the loads of all tiles would be moved up and spilt.
 #pragma GCC unroll 1
     for (int i = 0; i < kTiles; ++i) {
-      typename Kv::X x[kVecs];
-      for (int j = 0; j < kVecs; ++j) {
-        if (j * kVecBytes % 64 == 0) Prefetch(next[i] + row + j * kVec);
-        x[j] = Kv::template Load<kPart>(v[i] + row + j * kVec);
-      }
-      for (int g = 0; g < kHeads; ++g) {
-        const auto w =
-            Kv::Spread(p + g * (kStripTokens / Kv::kPack) + i * kPacks + t);
-        for (int j = 0; j < kVecs; ++j) {
-          acc[g][j] = Kv::MulAdd(x[j], w, acc[g][j]);
+      NEOJAX_UNROLL
+      for (int first = 0; first < kVecs; first += kTogether) {
+        typename Kv::X x[kTogether];
+        NEOJAX_UNROLL
+        for (int n = 0; n < kTogether; ++n) {
+          const int at = row + (first + n) * kVec;
+          if ((first + n) * kVecBytes % 64 == 0) Prefetch(next[i] + at);
+          x[n] = Kv::template Load<kPart>(v[i] + at);
+        }
+        NEOJAX_UNROLL
+        for (int g = 0; g < kHeads; ++g) {
+          const auto w =
+              Kv::Spread(p + g * (kStripTokens / Kv::kPack) + i * kPacks + t);
+          NEOJAX_UNROLL
+          for (int n = 0; n < kTogether; ++n) {
+            F& sum = acc[g][first + n];
+            sum = Kv::MulAdd(x[n], w, sum);
+          }
         }
       }
     }
   }
+  NEOJAX_UNROLL
   for (int g = 0; g < kHeads; ++g) {
+    NEOJAX_UNROLL
     for (int j = 0; j < kVecs; ++j) {
       I::template StorePart<kPart>(out + g * head_dim + d + j * I::kLanes,
                                    acc[g][j]);
