@@ -8,7 +8,7 @@ namespace {
 
 // A plan is cut into about this many items: enough to balance some tens of
 // threads, few enough that an item is worth its hand-over.
-constexpr int64_t kTargetItems = 256;
+constexpr int64_t kTargetItems = 512;
 constexpr int64_t kMinItemTiles = 4;
 constexpr int64_t kMaxItemTiles = 32;
 
