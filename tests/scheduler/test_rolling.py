@@ -43,6 +43,8 @@ LARGE = dataclasses.replace(
 class RollingMachine(SchedulerMachine):
     """Every promise of the scheduler, with groups under way."""
 
+    max_steps = 20_000  # a token takes a step a layer, and two rows enter at a time
+
     def __init__(self) -> None:
         super().__init__()
         self.under_way = False

@@ -97,6 +97,8 @@ def run_to_end(scheduler: Scheduler, max_steps: int = 2000) -> list[Plan]:
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, steps and late completions, with up to two steps in flight."""
 
+    max_steps = 2000  # that all requests of a run may take to finish
+
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = make_scheduler()
@@ -224,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.in_flight:
             plan = self.in_flight.popleft()
             self.scheduler.update(plan, [1] * len(plan.sampled_rows))
-        run_to_end(self.scheduler)
+        run_to_end(self.scheduler, self.max_steps)
         for pool in self.scheduler.pools.values():
             assert pool.num_used == 0
         assert all(r.state is RequestState.FINISHED for r in self.requests)
