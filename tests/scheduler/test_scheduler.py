@@ -178,6 +178,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: Plan) -> None:
         self.check_rows(plan)
         # Without costs all runs that can.
+        self.check_oldest()
+
+    def check_oldest(self) -> None:
         oldest = min(self.scheduler.running, key=lambda r: r.order)
         if oldest.is_decoding and oldest.wants_more and not oldest.num_pending:
             raise AssertionError("the oldest running request was passed over")
@@ -189,7 +192,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.resident[row.request] = 0  # begun anew, whatever was computed before
         assert len({row.request for row in rows}) == len(rows)
         assert len({row.slot for row in rows}) == len(rows)
-        assert plan.num_tokens <= LIMITS.max_num_batched_tokens
+        in_batches = plan.num_tokens - len(plan.rolling.leaving)  # a group has places of its own
+        assert in_batches <= LIMITS.max_num_batched_tokens
         assert len(plan.b0.chunks) <= LIMITS.max_num_chunks
         assert not plan.b1.chunks
         assert not plan.b1.decodes
