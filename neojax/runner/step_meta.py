@@ -39,7 +39,8 @@ class Sampling(NamedTuple):
     def unpack(cls, packed: Int[Array, "8 S"]) -> Sampling:
         """Inside a program."""
         temperature, top_p = jax.lax.bitcast_convert_type(packed[6:], jnp.float32)
-        return cls(*packed[:3], packed[3:5].T, packed[5], temperature, top_p)
+        row, slot, position = packed[0], packed[1], packed[2]
+        return cls(row, slot, position, packed[3:5].T, packed[5], temperature, top_p)
 
 
 class RollingMeta(NamedTuple):
