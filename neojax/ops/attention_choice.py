@@ -20,6 +20,7 @@ TOLERANCE = 1e-2
 # XLA's Triton needs 8.0, cuDNN's packed sequences need 9.0.
 MIN_CAPABILITY = {"cudnn": (9, 0), "pallas": (8, 0)}
 MAX_HEAD_DIM = 256
+TEST_WINDOW = 48
 
 
 def choose(implementation: Implementation | None, geometry: Geometry | None) -> DeviceAttention:
@@ -87,6 +88,9 @@ def _unsupported(name: Implementation, geometry: Geometry | None) -> str | None:
 
 def _failure(name: Implementation, geometry: Geometry) -> str | None:
     """Runs a small step and compares it with the reference; None if it is right."""
+    if geometry.window is not None:
+        # One that cuts through this step: the model's own would be longer than all of it.
+        geometry = geometry._replace(window=min(geometry.window, TEST_WINDOW))
     case = attention_case.make(
         np.random.default_rng(0),
         geometry,

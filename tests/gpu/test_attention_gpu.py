@@ -24,6 +24,8 @@ GEOMETRIES = [
     Geometry(64, 8, 128, 64, "bfloat16"),
     Geometry(9, 3, 64, 32, "float16"),
     Geometry(4, 4, 128, 48, "bfloat16"),
+    Geometry(32, 8, 128, 16, "bfloat16", window=200),
+    Geometry(9, 3, 64, 32, "float16", window=30),
 ]
 STEPS = {  # chunks (start, tokens), contexts of decode rows
     "chunks and decodes": ([(0, 300), (500, 90), (33, 1), (0, 64)], [1, 500, 17, 700]),
@@ -37,7 +39,7 @@ STEPS = {  # chunks (start, tokens), contexts of decode rows
 def jitted(implementation: Implementation, geometry: Geometry) -> Callable[..., jax.Array]:
     """One program for all steps of a geometry."""
     assert attention.device_attention(implementation, geometry).name == implementation
-    return jax.jit(attention_choice.load(implementation, is_test=True))
+    return jax.jit(attention_choice.load(implementation, geometry.window, is_test=True))
 
 
 @pytest.mark.parametrize("step", STEPS)
