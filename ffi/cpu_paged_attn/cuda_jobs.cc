@@ -100,7 +100,7 @@ void CudaLane::RunStart(int channel, Slot& slot, uint32_t number, Dtype dtype,
     computing_ = true;
     if (lane_.IsFirstJobOf(LoadHdr(slot))) AwaitSwapsOut(swaps_out);
     lane_.AttendArrived(channel, LoadHdr(slot), slot.pinned_in + kHeaderBytes,
-                        dtype, num_rows, slot.pinned_out);
+                        dtype, num_rows, slot.pinned_out, &slot.dirty);
   }
   computing_ = false;
   slot.done->store(number, std::memory_order_release);

@@ -126,6 +126,7 @@ class CudaLane {
   struct Slot : Trip {
     DevicePtr device_out = 0;
     char* pinned_out = nullptr;
+    int64_t dirty = 0;  // bytes of pinned_out, from its start
     bool busy = false;  // started and not joined
     Dtype dtype = Dtype::kFloat32;
     int64_t num_rows = 0;

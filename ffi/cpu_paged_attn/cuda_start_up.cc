@@ -43,6 +43,7 @@ CudaLane::CudaLane(HostLane& lane, const CudaDriver& driver,
       MakeTrip(&slot, in_bytes);
       slot.device_out = resources_->NewDevice(out_bytes);
       slot.pinned_out = resources_->NewPinned(out_bytes);
+      slot.dirty = out_bytes;
     }
   }
   const int64_t token_bytes =

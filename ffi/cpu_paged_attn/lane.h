@@ -152,8 +152,10 @@ class HostLane {
   void CountJoin();
   // Runs a started job whose bytes have come: fills out [num_rows, N * H],
   // with zeros if hdr is wrong or the job fails, and releases the plan's use.
+  // `dirty` is how much of the memory at `out` may not be zero: a bucket's
+  // padding, which is most of it when there are few rows, is cleared once.
   void AttendArrived(int channel, Hdr hdr, const void* rows, Dtype dtype,
-                     int64_t num_rows, void* out);
+                     int64_t num_rows, void* out, int64_t* dirty);
   // The plan whose first hdr.n chunks take part, null for none; or what is
   // wrong with hdr, or with chunks that need more than there are.
   Error ChunksToStore(Hdr hdr, int64_t num_rows,

@@ -2,6 +2,7 @@
 // went wrong.
 #include <time.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <stdexcept>
@@ -115,7 +116,8 @@ void HostLane::SleepDelay() const {
 }
 
 void HostLane::AttendArrived(int channel, Hdr hdr, const void* rows,
-                             Dtype dtype, int64_t num_rows, void* out) {
+                             Dtype dtype, int64_t num_rows, void* out,
+                             int64_t* dirty) {
   const int64_t row_bytes =
       int64_t{options_.num_q_heads} * shape().head_dim * ElementSize(dtype);
   std::shared_ptr<const Plan> plan;
@@ -129,8 +131,12 @@ void HostLane::AttendArrived(int channel, Hdr hdr, const void* rows,
     hdr.n = 0;
   }
   if (hdr.n > 0) RunJob(channel, hdr, *plan, rows, dtype, out);
-  std::memset(static_cast<char*>(out) + hdr.n * row_bytes, 0,
-              (num_rows - hdr.n) * row_bytes);
+  const int64_t filled = hdr.n * row_bytes, size = num_rows * row_bytes;
+  if (*dirty > filled) {
+    std::memset(static_cast<char*>(out) + filled, 0,
+                std::min(*dirty, size) - filled);
+  }
+  if (*dirty <= size) *dirty = filled;
   std::lock_guard<std::mutex> lock(mutex_);
   ReleaseUse(hdr.plan);
 }

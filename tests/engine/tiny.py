@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from neojax.engine.core import EngineCore
 from neojax.engine.grammar import GrammarCompiler
@@ -91,10 +92,11 @@ def tiny_engine(
     eos_ids: Iterable[int] = (),
     rolling_rows: int = 0,
     grammars: GrammarCompiler | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> EngineCore:
     """An engine that compiles as it goes."""
     c = model.config
-    geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, 16, np.dtype(np.float32))
+    geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, 16, jnp.dtype(dtype))
     runner = Runner(
         model,
         RunnerConfig(

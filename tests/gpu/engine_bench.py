@@ -202,3 +202,26 @@ def host_time(engine: EngineCore, batch: int, num_steps: int = 60) -> dict[str, 
         flush=True,
     )
     return found
+
+
+def random_load(engine: EngineCore, seconds: float) -> dict[str, int]:
+    """Requests of every length and kind on both sides, some aborted, and what was compiled."""
+    rng = np.random.default_rng()
+    deadline = time.monotonic() + seconds
+    count, steps, before = 0, 0, engine.runner.num_compiles
+    while time.monotonic() < deadline:
+        if rng.random() < 0.3 or not engine.has_work:
+            prompt = rng.integers(0, engine.vocab_size, int(rng.integers(1, 3000))).tolist()
+            params = SamplingParams(
+                temperature=float(rng.choice([0.0, 0.7])), top_k=int(rng.choice([0, 40])),
+                max_tokens=int(rng.integers(1, 300)), seed=count, ignore_eos=True,
+                kv_placement=str(rng.choice(["auto", "host", "device"])),
+            )  # fmt: skip
+            engine.add_request(f"load{count}", prompt, params)
+            count += 1
+        if rng.random() < 0.02 and count:
+            engine.abort(f"load{int(rng.integers(count))}")
+        engine.step()
+        steps += 1
+    end(engine)
+    return {"requests": count, "steps": steps, "compiles": engine.runner.num_compiles - before}

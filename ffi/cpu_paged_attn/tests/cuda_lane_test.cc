@@ -138,6 +138,22 @@ void TestAFetchDoesNotWaitForItsOwnLayersStore() {
   rig.Compare();
 }
 
+void TestPaddingIsZeroWhateverTheRowsBefore() {
+  Rig rig;
+  // Rows of a bucket, and how many of them there are; a slot serves every
+  // second one.
+  const int sizes[][2] = {{5, 5}, {5, 5}, {5, 1}, {5, 1}, {3, 3}, {3, 3},
+                          {5, 2}, {5, 4}, {2, 0}, {2, 0}, {5, 0}, {5, 3}};
+  int step = 0;
+  for (const auto& [num_rows, n] : sizes) {
+    const int plan = step % 4;
+    rig.SetPlan(plan, {5, 9, 30, 2, 17}, 1);
+    rig.Start(0, Random(num_rows * kRowElements, step++), {plan, 1, n});
+    rig.Join(0, num_rows);
+  }
+  rig.Compare();
+}
+
 void TestAWrongHdrIsTheLanesErrorAndZeros() {
   Rig rig;
   rig.SetPlan(0, {3}, 100, {0, 8, 4, 0});
@@ -419,6 +435,7 @@ int main() {
   TestTwoJobsOfAChannelMayBeInFlight();
   TestADeepChannelIsAQueueBesideTheOthers();
   TestAFetchDoesNotWaitForItsOwnLayersStore();
+  TestPaddingIsZeroWhateverTheRowsBefore();
   TestAWrongHdrIsTheLanesErrorAndZeros();
   TestMisuseIsRefusedAtTheLaunch();
   TestADriverThatRefusesIsAnErrorAndNoWait();
