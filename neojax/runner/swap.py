@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -158,15 +159,15 @@ class Swapper:
             chunks.append(packed)
         return chunks
 
-    def _calls(self, chunks: Sequence[np.ndarray]) -> Iterator[tuple[int, list[jax.Array]]]:
+    def _calls(self, chunks: Sequence[np.ndarray]) -> Iterator[tuple[int, list[Any]]]:
         """(first layer, metadata in a cell that the first call leaves on the device)."""
-        cells = [[chunk] for chunk in chunks]
+        cells: list[list[Any]] = [[chunk] for chunk in chunks]
         for first in range(0, self._num_layers, self._group):
             for cell in cells:
                 yield first, cell
 
     def _launches_out(self, chunks: Sequence[np.ndarray]) -> list[Launch]:
-        def launch(first: int, cell: list) -> jax.Array:
+        def launch(first: int, cell: list[Any]) -> jax.Array:
             pools = tuple(self._state.pools[first : first + self._group])
             cell[0], done = self._swap_out(pools, cell[0], self._state.layer_ids[first])
             return done
@@ -176,12 +177,12 @@ class Swapper:
     def _launches_in(self, chunks: Sequence[np.ndarray]) -> list[Launch]:
         tickets: list[jax.Array] = []
 
-        def start(first: int, cell: list) -> jax.Array:
+        def start(first: int, cell: list[Any]) -> jax.Array:
             cell[0], ticket = self._start_swap_in(cell[0], self._state.layer_ids[first])
             tickets.append(ticket)
             return ticket
 
-        def join(first: int, cell: list) -> jax.Array:
+        def join(first: int, cell: list[Any]) -> jax.Array:
             group = slice(first, first + self._group)
             self._state.pools[group], done = self._join_swap_in(
                 tuple(self._state.pools[group]),
