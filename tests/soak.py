@@ -117,20 +117,26 @@ class Totals:
 
 
 class Soak:
-    """Rounds of random load on one engine."""
+    """Rounds of random load on one engine.
 
-    def __init__(self, seed: int) -> None:
+    scale: factor on rows, tokens and blocks; a step of a GPU takes as long for many as for few.
+    """
+
+    def __init__(self, seed: int, scale: int = 1) -> None:
         self.rng = random.Random(seed)
+        self.scale = scale
         self.engine = tiny_engine(
-            tiny_model(), num_device_blocks=160, num_host_blocks=160, max_num_seqs=16,
-            max_num_batched_tokens=96, token_buckets=(16, 96),
+            tiny_model(), num_device_blocks=160 * scale, num_host_blocks=160 * scale,
+            max_num_seqs=16 * scale, max_num_batched_tokens=96 * scale,
+            token_buckets=(16 * scale, 96 * scale),
         )  # fmt: skip
         self.poisoner = Poisoner(self.engine)
         self.totals = Totals()
 
-    def round(self, num_requests: int = 24, most_tokens: int = 90) -> None:
+    def round(self, num_requests: int | None = None, most_tokens: int = 90) -> None:
         """Random load, then the same requests DEVICE_ONLY and alone. Raises AssertionError."""
         rng, engine = self.rng, self.engine
+        num_requests = num_requests or 24 * self.scale
         requests = [
             (
                 [rng.randrange(BASE.vocab_size) for _ in range(rng.randint(1, 120))],
@@ -139,7 +145,7 @@ class Soak:
             for _ in range(num_requests)
         ]
         engine.set_policy(rng.choice(["auto", "auto", "full"]))
-        engine.set_block_limit(rng.randint(16, 120))
+        engine.set_block_limit(rng.randint(16, 120) * self.scale)
         swapping = RandomSwapping(engine, rng, rng.choice([0.0, 0.02, 0.1, 0.5]))
         usual, engine.scheduler._swapping = engine.scheduler._swapping, swapping
         assert engine.runner.host is not None
@@ -172,7 +178,9 @@ class Soak:
         tokens: list[list[int]] = [[] for _ in requests]
         arrived, aborted = 0, set[int]()
         while arrived < len(requests) or engine.has_work:
-            while arrived < len(requests) and (rng.random() < 0.3 or not engine.has_work):
+            while arrived < len(requests) and (
+                rng.random() < 1 - 0.7 / self.scale or not engine.has_work
+            ):
                 engine.add_request(str(arrived), *requests[arrived])
                 arrived += 1
             if rng.random() < abort_probability:
@@ -207,7 +215,7 @@ def soak(seconds: float, seed: int) -> dict[str, object]:
     jax.config.update("jax_default_matmul_precision", "highest")
     jnp.zeros(()).block_until_ready()
     began = time.monotonic()
-    run = Soak(seed)
+    run = Soak(seed, scale=8 if jax.default_backend() == "gpu" else 1)
     failure = None
     try:
         run.run(seconds)
