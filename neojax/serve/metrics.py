@@ -231,17 +231,42 @@ class _EngineCollector:
         )
         yield self._family(
             counter,
+            "swaps",
+            "Requests moved to the other KV pool, by where they went",
+            "placement",
+            {"device": stats.requests_swapped_in, "host": stats.requests_swapped_out},
+        )
+        yield self._family(
+            counter,
+            "iterations_lost",
+            "Steps with host rows that took longer than the device alone would have",
+            None,
+            stats.steps_lost,
+        )
+        yield self._family(
+            counter,
+            "iterations_lost_seconds",
+            "Time that these steps took longer",
+            None,
+            stats.steps_lost_s,
+        )
+        yield self._family(
+            gauge,
+            "predictor_ratio",
+            "Measured over predicted time: of steps by mode, and of the host's attention",
+            "term",
+            {
+                "device_only": stats.correction_device_only,
+                "pipelined": stats.correction_pipelined,
+                "host_attention": stats.correction_host_attention,
+            },
+        )
+        yield self._family(
+            counter,
             "compiles_after_ready",
             "Programs compiled while serving; 0 is right",
             None,
             stats.num_compiles_after_ready,
-        )
-        yield self._family(
-            counter,
-            "requests_not_finite",
-            "Requests ended because their logits overflowed the dtype",
-            None,
-            stats.num_not_finite,
         )
 
     def _family(

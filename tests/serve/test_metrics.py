@@ -39,6 +39,10 @@ SERIES = {
     "lane_busy_seconds": {"lane"},
     "host_attention_bytes": set(),
     "requests_not_finite": set(),
+    "swaps": {"placement"},
+    "iterations_lost": set(),
+    "iterations_lost_seconds": set(),
+    "predictor_ratio": {"term"},
 }
 
 
