@@ -26,6 +26,10 @@ class Stats(Protocol):
     def num_preemptions(self) -> int: ...
     @property
     def requests_placed_host(self) -> int: ...
+    @property
+    def steps_lost(self) -> int: ...
+    @property
+    def steps_lost_s(self) -> float: ...
 
 
 class CountingEngine(Engine, Protocol):
@@ -43,6 +47,8 @@ class Counters:
     steps_rolling: int
     num_preemptions: int
     requests_placed_host: int
+    steps_lost: int  # steps with host rows that the device alone would have done faster
+    steps_lost_s: float  # seconds that these took longer
 
     @classmethod
     def between(cls, before: Stats, after: Stats) -> Counters:

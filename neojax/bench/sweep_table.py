@@ -37,6 +37,8 @@ def sweep_table(lines: Sequence[dict[str, Any]]) -> str:
                     *summary_cells(summary),
                     _ratio(runs, policies.get(BASELINE, [])),
                     "/".join(map(str, steps)),
+                    f"{sum(c['steps_lost'] for c in counters)} "
+                    f"({1e3 * sum(c['steps_lost_s'] for c in counters):.0f})",
                     str(len(runs)) + (f" ({unfinished} requests unfinished)" if unfinished else ""),
                 ]
             )
@@ -45,6 +47,7 @@ def sweep_table(lines: Sequence[dict[str, Any]]) -> str:
         *SUMMARY_HEADER,
         f"x {BASELINE}",
         "steps device/pipelined/rolling",
+        "lost steps (ms)",
         "runs",
     )
     return table(header, rows)

@@ -66,6 +66,8 @@ class SimulatedStats:
     steps_rolling: int = 0
     num_preemptions: int = 0
     requests_placed_host: int = 0
+    steps_lost: int = 0
+    steps_lost_s: float = 0.0
     device_s: float = 0.0  # for so long the device worked
     host_s: float = 0.0  # for so long the host's cores attended
 
@@ -82,7 +84,8 @@ class SimulatedEngine:
         self._arrivals = itertools.count()
         self._in_flight: deque[tuple[Plan, float]] = deque()
         self._device_free_s = 0.0
-        self._device_s = self._host_s = 0.0
+        self._device_s = self._host_s = self._lost_s = 0.0
+        self._steps_lost = 0
         self._steps = dict.fromkeys(Mode, 0)
         # Rows and contexts of the groups under way in ROLLING steps, one per layer.
         self._groups: deque[tuple[int, int]] = deque(maxlen=tables.num_layers)
@@ -137,6 +140,10 @@ class SimulatedEngine:
             self._device_free_s = start_s + times.seconds
             self._device_s += times.device_s
             self._host_s += times.host_s
+            alone = None if plan.prediction is None else plan.prediction.device_only_s
+            if alone is not None and times.seconds > alone:
+                self._steps_lost += 1
+                self._lost_s += times.seconds - alone
             self._in_flight.append((plan, self._device_free_s))
             if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
                 return SimulatedStep(plan, [])
@@ -174,6 +181,8 @@ class SimulatedEngine:
             steps_rolling=self._steps[Mode.ROLLING],
             num_preemptions=self.scheduler.num_preemptions,
             requests_placed_host=self.scheduler.num_placed[Placement.HOST],
+            steps_lost=self._steps_lost,
+            steps_lost_s=self._lost_s,
             device_s=self._device_s,
             host_s=self._host_s,
         )

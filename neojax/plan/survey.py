@@ -80,7 +80,7 @@ class Cell:
         Requests that the device pool could never hold are left out: device-only refuses them.
         """
         form = f"closed:{self.clients}"
-        drawn = make_traffic(parse_workload(self.workload), form, 5 * self.clients, self.number)
+        drawn = make_traffic(parse_workload(self.workload), form, 3 * self.clients, self.number)
         fitting = tuple(n for n in drawn.lengths if sum(n) <= self.device_kv_tokens)
         return dataclasses.replace(drawn, lengths=fitting)
 

@@ -73,4 +73,6 @@ class FakeEngine:
             steps_rolling=0,
             num_preemptions=0,
             requests_placed_host=0,
+            steps_lost=0,
+            steps_lost_s=0.0,
         )

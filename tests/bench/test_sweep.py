@@ -133,12 +133,15 @@ def test_ratios_pair_the_runs_of_one_repeat():
         return {
             "cell": "all:8/4", "policy": policy, "repeat": repeat, "settings": {}, "hardware": "h",
             "summary": summary,
-            "counters": {"steps_device_only": 5, "steps_pipelined": 2, "steps_rolling": 0},
+            "counters": {"steps_device_only": 5, "steps_pipelined": 2, "steps_rolling": 0,
+                         "steps_lost": 1, "steps_lost_s": 0.003},
         }  # fmt: skip
 
     lines = [run("device-only", 0, 10), run("device-only", 1, 20), run("auto", 1, 25)]
     text = sweep_table.sweep_table(lines)
-    assert " 1.250 | " in next(r for r in text.splitlines() if r.startswith("| all:8/4 auto"))
+    row = next(r for r in text.splitlines() if r.startswith("| all:8/4 auto"))
+    assert " 1.250 | " in row
+    assert " 1 (3) | " in row
 
 
 @pytest.mark.parametrize("cells", ["8/4", "0:8/4", "x:8/4", "all:zzz", "all:8/4:0"])
