@@ -30,8 +30,8 @@ from neojax.runner.stages import KV, Leaves
 from neojax.runner.step_meta import Packed
 
 AfterLayer: TypeAlias = Callable[[int], None]
-"""Called when a layer of every sub-batch has been launched, in ascending order and at last with
-the last: what else the step does is spread between."""
+"""Called with -1 before the first stage, and when a layer of every sub-batch has been launched, in
+ascending order and at last with the last: what else the step does is spread between."""
 
 
 class Batch(NamedTuple):
@@ -87,6 +87,7 @@ def run_device_only(
     after_layer: AfterLayer = lambda layer: None,
 ) -> Sampled:
     """Launch a DEVICE_ONLY step."""
+    after_layer(-1)
     programs = batch.programs
     layers = programs.layers[batch.attention]
     packed, x = programs.embed(state.ends, batch.packed, state.tokens)
@@ -105,6 +106,7 @@ def run_rolling(
     after_layer: AfterLayer = lambda layer: None,
 ) -> Sampled:
     """Launch a ROLLING step."""
+    after_layer(-1)
     programs = batch.programs
     assert isinstance(programs, RollingPrograms)
     layers = programs.rolling[batch.attention]
@@ -132,6 +134,7 @@ def run_pipelined(
     state: DeviceState, batches: list[Batch], after_layer: AfterLayer = lambda layer: None
 ) -> list[Sampled]:
     """Launch a PIPELINED step of one or two sub-batches."""
+    after_layer(-1)
     lanes = [SubBatchLane(state, batch) for batch in batches]
     for lane in lanes:
         lane.enter()

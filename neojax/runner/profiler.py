@@ -310,7 +310,7 @@ class Profiler:
             swap = Swap(row.request, to, num_tokens, row.blocks, row.blocks)
 
             def run() -> list[jax.Array]:
-                return [launch() for launch in self._swapper.launches([swap])]
+                return [due.launch() for due in self._swapper.launches([swap])]
 
             return self._seconds(run, self._wait_for_swaps) / len(self._state.layers)
 

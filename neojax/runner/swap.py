@@ -3,7 +3,8 @@
 A plan's swaps are lists of blocks. A call moves up to `CHUNK_BLOCKS` of them through some layers:
 gather and pack on the device, then copies that run beside XLA's stream (swap out), or the way back
 (swap in). The calls are spread evenly over the step's layers, so that each copy has the
-computation of the layers around it to hide behind, and swaps in are fetched some calls ahead.
+computation of the layers around it to hide behind. A swap in is started as far ahead of its join as
+the library's ring allows, the first ones before the step's first stage: the device waits at a join.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +34,15 @@ MAX_CALL_BYTES = 32 << 20
 """A call's blocks: enough that a copy runs at the link's speed, few enough that the library's
 rings of four such pieces each way are no burden on the device's memory."""
 
-LEAD = 2
-"""Calls by which a swap in is started ahead of its join."""
-
 Launch = Callable[[], jax.Array]
 """Makes one call; gives an array that is ready when the device is past it."""
+
+
+class Due(NamedTuple):
+    """A call, and the share of the step's layers after which it is to be made."""
+
+    share: float
+    launch: Launch
 
 
 def chunk_blocks(geometry: KVGeometry, layers_per_program: int) -> int:
@@ -119,16 +124,17 @@ class Swapper:
         self._start_swap_in = jax.jit(stages.start_swap_in)
         self._join_swap_in = jax.jit(stages.join_swap_in, donate_argnums=0)
 
-    def launches(self, swaps: Sequence[Swap]) -> list[Launch]:
+    def launches(self, swaps: Sequence[Swap]) -> list[Due]:
         """The calls of a plan's swaps, in the order in which they must be made."""
         out = self._packed([s for s in swaps if s.placement_to is Placement.HOST])
         into = self._packed([s for s in swaps if s.placement_to is Placement.DEVICE])
-        return _interleave(self._launches_out(out), self._launches_in(into))
+        # Stable: calls of one direction stay in their order.
+        return sorted([*self._swaps_out(out), *self._swaps_in(into)], key=lambda due: due.share)
 
     def empty_launches(self) -> list[Launch]:
-        """One call of every program, without a block."""
+        """One call of every program for each group of layers, without a block."""
         empty = np.zeros(1 + 2 * self._chunk, np.int32)
-        return [*self._launches_out([empty]), *self._launches_in([empty])]
+        return [due.launch for due in (*self._swaps_out([empty]), *self._swaps_in([empty]))]
 
     def signatures(self) -> Iterator[Signature]:
         """The programs, and what they are called with."""
@@ -166,15 +172,20 @@ class Swapper:
             for cell in cells:
                 yield first, cell
 
-    def _launches_out(self, chunks: Sequence[np.ndarray]) -> list[Launch]:
+    def _swaps_out(self, chunks: Sequence[np.ndarray]) -> list[Due]:
         def launch(first: int, cell: list[Any]) -> jax.Array:
             pools = tuple(self._state.pools[first : first + self._group])
             cell[0], done = self._swap_out(pools, cell[0], self._state.layer_ids[first])
             return done
 
-        return [functools.partial(launch, *call) for call in self._calls(chunks)]
+        calls = list(self._calls(chunks))
+        # None before the first layer: the step's first host job would wait for it.
+        return [
+            Due((i + 1) / len(calls), functools.partial(launch, *call))
+            for i, call in enumerate(calls)
+        ]
 
-    def _launches_in(self, chunks: Sequence[np.ndarray]) -> list[Launch]:
+    def _swaps_in(self, chunks: Sequence[np.ndarray]) -> list[Due]:
         tickets: list[jax.Array] = []
 
         def start(first: int, cell: list[Any]) -> jax.Array:
@@ -194,31 +205,31 @@ class Swapper:
 
         calls = list(self._calls(chunks))
         starts = [functools.partial(start, *call) for call in calls]
-        joins = [functools.partial(join, *call) for call in calls]
-        launches = starts[:LEAD]
-        for i, one in enumerate(joins):
-            launches += [one, *starts[LEAD + i : LEAD + i + 1]]
+        ahead = host_blocks.MAX_STARTED
+        launches = [Due(0.0, launch) for launch in starts[:ahead]]
+        for i, call in enumerate(calls):
+            share = (i + 1) / len(calls)
+            launches.append(Due(share, functools.partial(join, *call)))
+            # Its piece of the ring is free now.
+            launches += [Due(share, launch) for launch in starts[ahead + i : ahead + i + 1]]
         return launches
 
 
-def _interleave(a: Sequence[Launch], b: Sequence[Launch]) -> list[Launch]:
-    """Both in their order, each spread evenly over the whole."""
-    order = [((i + 0.5) / len(x), launch) for x in (a, b) for i, launch in enumerate(x)]
-    return [launch for _, launch in sorted(order, key=lambda pair: pair[0])]
-
-
 class Spread:
-    """Launches handed out evenly over a step's layers, the last with its last layer."""
+    """Makes calls as a step's layers are launched, the last of them with its last layer."""
 
-    def __init__(self, launches: Sequence[Launch], num_layers: int) -> None:
+    def __init__(self, launches: Sequence[Due], num_layers: int) -> None:
         self.done: list[jax.Array] = []  # of the calls made so far
         self._launches = launches
         self._num_layers = num_layers
 
     def __call__(self, layer: int) -> None:
-        """Everything up to `layer` has been launched: make the calls that are due."""
-        due = len(self._launches) * (layer + 1) // self._num_layers
-        self.done += [launch() for launch in self._launches[len(self.done) : due]]
+        """Everything up to `layer`, -1 for nothing yet, has been launched: make what is due."""
+        share = (layer + 1) / self._num_layers
+        for due in self._launches[len(self.done) :]:
+            if due.share > share:
+                break
+            self.done.append(due.launch())
 
 
 def spread(swapper: Swapper | None, swaps: Sequence[Swap], num_layers: int) -> Spread:
