@@ -18,6 +18,7 @@ import jax
 
 from neojax.engine.grammar import Grammar, GrammarCompiler
 from neojax.engine.history import History, StepRecord
+from neojax.engine.meters import Meters
 from neojax.engine.outputs import Reading, message_of
 from neojax.engine.report import EngineStats, RequestTokens
 from neojax.engine.request_log import RequestLog
@@ -77,6 +78,7 @@ class EngineCore:
         self._in_flight: deque[tuple[Plan, StepHandle]] = deque()
         self._launched_s: dict[int, float] = {}  # by step in flight
         self._history = History()
+        self._meters = Meters(runner.geometry.token_bytes)
         self._request_log = request_log or RequestLog()
         self._steps = dict.fromkeys(Mode, 0)
         self._steps_since_failure = STEPS_BETWEEN_FAILURES
@@ -124,10 +126,12 @@ class EngineCore:
         else:
             grammar = self._grammars.compile(params.json_schema)
             self._compiling[request_id] = request, grammar
+        self._meters.arrived(request_id)
         self._prompt_tokens += len(prompt_ids)
 
     def abort(self, request_id: str) -> None:
         """Forget a request, if known. Its blocks are freed after the step in flight."""
+        self._meters.ended(request_id)
         if self._compiling.pop(request_id, None) is not None:
             return
         request = self.scheduler.abort(request_id)
@@ -152,6 +156,7 @@ class EngineCore:
                 for move in plan.moves:
                     self._request_log.moved(move, plan.step)
                 self._in_flight.append((plan, self.runner.enqueue(plan)))
+                self._meters.launched(plan)
             if plan is not None and len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
                 return StepResult(plan, None, [])
             if not self._in_flight and self.scheduler.has_requests:
@@ -209,6 +214,7 @@ class EngineCore:
             requests_swapped_out=self.scheduler.num_swapped[Placement.HOST],
             steps_lost=self._history.num_lost_steps,
             steps_lost_s=self._history.lost_s,
+            totals=self._meters.totals(),
             **self._corrections(),
         )
 
@@ -254,6 +260,7 @@ class EngineCore:
         """Measure the step that has just completed, and let the scheduler learn from it."""
         busy_s = 0.0 if self.runner.host is None else self.runner.host.work().busy_s
         record = self._history.add(plan, self._launched_s.pop(plan.step), busy_s)
+        self._meters.completed(plan, record)
         self.scheduler.observe(plan, record.step_s, record.host_attention_s)
 
     def _corrections(self) -> dict[str, float]:
@@ -286,6 +293,7 @@ class EngineCore:
                 self._request_log.arrived(request)
             # llguidance raises whatever it likes; a request's schema must not end the engine.
             except Exception as error:
+                self._meters.ended(request_id)
                 refused.append(RequestTokens(request_id, [], "rejected", message=str(error)))
         return refused
 

@@ -32,6 +32,30 @@ class RequestTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Distribution:
+    """How many values were at most each bound and above the one before; last, above all."""
+
+    bounds: list[float]
+    counts: list[int]  # one more than bounds
+    total: float  # sum of the values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Sums over all completed steps. Gains: how much longer the device alone would have taken."""
+
+    seconds: dict[str, float]  # by mode, wall time
+    host_idle_s: float  # of steps with host rows, while no host attention ran
+    swap_bytes: dict[str, int]  # by direction, in or out
+    tokens: Distribution  # rows of a step: prompt tokens and decodes
+    queue_s: Distribution  # of requests, arrival to first step
+    prefill_s: Distribution  # first step to first token
+    relative_error: Distribution  # |predicted / measured - 1| of a step's time
+    predicted_gain: float | None  # of the last steps with host rows; None: not predicted
+    measured_gain: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine.
 
@@ -63,3 +87,4 @@ class EngineStats:
     correction_device_only: float = 1.0  # measured over predicted time of such steps
     correction_pipelined: float = 1.0
     correction_host_attention: float = 1.0  # of the host's attention
+    totals: StepTotals | None = None

@@ -6,8 +6,7 @@ sees them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,10 +15,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from neojax.engine.messages import Ready
 from neojax.engine.report import EngineStats
+from neojax.serve.engine_metrics import EngineCollector
 
 _TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -88,7 +87,9 @@ class Metrics:
         self._rejections = self._counter(
             "admission_rejections", "Requests refused with 503", "reason"
         )
-        self._registry.register(_EngineCollector(self, self._labels))
+        self._registry.register(
+            EngineCollector(lambda: self.stats(), lambda: self.ready(), self._labels)
+        )
 
     def admitted(self, num_choices: int, max_tokens: Iterable[int | None]) -> None:
         """Note what one request asks for, and each of its choices."""
@@ -131,158 +132,3 @@ class Metrics:
 
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"neojax:{name}", text, [*self._labels, label], registry=self._registry)
-
-
-class _EngineCollector:
-    """The engine's numbers at the moment of the scrape."""
-
-    def __init__(self, metrics: Metrics, labels: dict[str, str]) -> None:
-        self._metrics = metrics
-        self._labels = labels
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry for each scrape."""
-        stats = self._metrics.stats()
-        if stats is not None:
-            yield from self._of_stats(stats)
-        ready = self._metrics.ready()
-        if ready is not None:
-            yield self._family(
-                GaugeMetricFamily,
-                "num_kv_blocks",
-                "Blocks of each KV pool",
-                "pool",
-                {"device": ready.num_device_blocks, "host": ready.num_host_blocks},
-            )
-
-    def _of_stats(self, stats: EngineStats) -> Iterator[Metric]:
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        yield self._family(
-            gauge,
-            "num_requests_running",
-            "Requests in the batch, by where their KV lives",
-            "placement",
-            {"device": stats.num_running_device, "host": stats.num_running_host},
-        )
-        yield self._family(
-            gauge,
-            "last_step_age_seconds",
-            "Time since the engine finished a step",
-            None,
-            max(0.0, time.time() - stats.last_step_unix_s),
-        )
-        yield self._family(
-            gauge, "num_requests_waiting", "Requests not yet running", None, stats.num_waiting
-        )
-        yield self._family(
-            gauge,
-            "kv_cache_usage_perc",
-            "Used share of each KV pool, 0 to 1",
-            "pool",
-            {"device": stats.device_kv_usage, "host": stats.host_kv_usage},
-        )
-        yield self._family(
-            counter, "num_preemptions", "Requests preempted", None, stats.num_preemptions
-        )
-        yield self._family(
-            counter, "prompt_tokens", "Prompt tokens processed", None, stats.prompt_tokens
-        )
-        yield self._family(
-            counter, "generation_tokens", "Tokens generated", None, stats.generation_tokens
-        )
-        yield self._family(
-            counter,
-            "iterations",
-            "Engine steps, by mode",
-            "mode",
-            {
-                "device_only": stats.steps_device_only,
-                "pipelined": stats.steps_pipelined,
-                "rolling": stats.steps_rolling,
-            },
-        )
-        yield self._family(
-            counter,
-            "requests_placed",
-            "Requests by where their KV was placed",
-            "placement",
-            {"device": stats.requests_placed_device, "host": stats.requests_placed_host},
-        )
-        yield self._family(
-            counter,
-            "lane_busy_seconds",
-            "Time in which a lane computed",
-            "lane",
-            {"host_attention": stats.host_attention_busy_s},
-        )
-        yield self._family(
-            counter,
-            "host_attention_bytes",
-            "K and V that host attention has read",
-            None,
-            stats.host_attention_bytes,
-        )
-        yield self._family(
-            counter,
-            "requests_not_finite",
-            "Requests ended because their logits were not finite",
-            None,
-            stats.num_not_finite,
-        )
-        yield self._family(
-            counter,
-            "swaps",
-            "Requests moved to the other KV pool, by where they went",
-            "placement",
-            {"device": stats.requests_swapped_in, "host": stats.requests_swapped_out},
-        )
-        yield self._family(
-            counter,
-            "iterations_lost",
-            "Steps with host rows that took longer than the device alone would have",
-            None,
-            stats.steps_lost,
-        )
-        yield self._family(
-            counter,
-            "iterations_lost_seconds",
-            "Time that these steps took longer",
-            None,
-            stats.steps_lost_s,
-        )
-        yield self._family(
-            gauge,
-            "predictor_ratio",
-            "Measured over predicted time: of steps by mode, and of the host's attention",
-            "term",
-            {
-                "device_only": stats.correction_device_only,
-                "pipelined": stats.correction_pipelined,
-                "host_attention": stats.correction_host_attention,
-            },
-        )
-        yield self._family(
-            counter,
-            "compiles_after_ready",
-            "Programs compiled while serving; 0 is right",
-            None,
-            stats.num_compiles_after_ready,
-        )
-
-    def _family(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        text: str,
-        label: str | None,
-        value: float | dict[str, int] | dict[str, float],
-    ) -> Metric:
-        names = [*self._labels, label] if label is not None else list(self._labels)
-        family = kind(f"neojax:{name}", text, labels=names)
-        base = list(self._labels.values())
-        if isinstance(value, dict):
-            for label_value, number in value.items():
-                family.add_metric([*base, label_value], number)
-        else:
-            family.add_metric(base, value)
-        return family

@@ -81,6 +81,11 @@ def test_aborts_at_any_moment_leave_no_block_behind(engine_of):
             engine.abort("never heard of")
     engine.scheduler.check_integrity()
     assert engine.stats().device_kv_usage == engine.stats().host_kv_usage == 0
+    totals = engine.stats().totals
+    assert totals is not None
+    assert sum(totals.queue_s.counts) >= sum(totals.prefill_s.counts) > len(requests)
+    assert sum(totals.tokens.counts) > 0
+    assert min(totals.seconds.values()) > 0
     for index, ids in enumerate(expected):
         if str(index) not in aborted:
             assert tokens[str(index)] == ids

@@ -37,12 +37,23 @@ from neojax.engine.messages import (
     ToEngine,
     Tokens,
 )
-from neojax.engine.report import EngineStats, RequestTokens
+from neojax.engine.report import Distribution, EngineStats, RequestTokens, StepTotals
 from neojax.logprobs import TokenLogprobs
 from tests.tiny_checkpoint import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 EOS_ID = TOKENIZER.token_to_id(EOS)
+TOTALS = StepTotals(
+    seconds={"device_only": 3.0, "pipelined": 1.0},
+    host_idle_s=0.25,
+    swap_bytes={"in": 10, "out": 20},
+    tokens=Distribution([1, 8], [4, 2, 1], 30),
+    queue_s=Distribution([1], [3, 1], 2.5),
+    prefill_s=Distribution([1], [4, 0], 0.5),
+    relative_error=Distribution([0.1], [5, 1], 0.7),
+    predicted_gain=1.5,
+    measured_gain=1.25,
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
@@ -242,6 +253,7 @@ class FakeEngine:
                     requests_placed_device=self.num_device,
                     requests_placed_host=self.num_host,
                     last_step_unix_s=self.last_step_s,
+                    totals=TOTALS,
                 )
             )
         )

@@ -37,6 +37,19 @@ SERIES = {
     "request_params_n": {"le"},
     "request_params_max_tokens": {"le"},
     "lane_busy_seconds": {"lane"},
+    "requests_swapped": {"direction"},
+    "steps_lost": set(),
+    "steps_lost_seconds": set(),
+    "predictor_correction": {"term"},
+    "step_seconds": {"mode"},
+    "pipeline_bubble_seconds": {"lane"},
+    "kv_swap_bytes": {"direction"},
+    "iteration_tokens_total": {"le"},
+    "predictor_relative_error": {"le"},
+    "request_queue_time_seconds": {"le"},
+    "request_prefill_time_seconds": {"le"},
+    "predicted_gain_ratio": set(),
+    "measured_gain_ratio": set(),
     "host_attention_bytes": set(),
     "requests_not_finite": set(),
     "swaps": {"placement"},
@@ -80,6 +93,22 @@ def test_counters_and_gauges_follow_the_requests(tiny_checkpoint: Path, tmp_path
         assert server.metric("request_params_n_sum") == 2
         assert server.metric("request_params_max_tokens_sum") == 16 + 7
         assert server.metric("num_kv_blocks", pool="host") == 50
+
+
+def test_totals_of_the_engine_s_steps_are_shown_as_they_are(server: RunningServer):
+    server.complete("a")
+    wait_for(lambda: "step_seconds" in server.get("/metrics").text, "no statistics")
+    assert server.metric("step_seconds_total", mode="pipelined") == 1.0
+    assert server.metric("pipeline_bubble_seconds_total", lane="host_attention") == 0.25
+    assert server.metric("kv_swap_bytes_total", direction="out") == 20
+    assert server.metric("iteration_tokens_total_count") == 7
+    assert server.metric("iteration_tokens_total_bucket", le="8.0") == 6
+    assert server.metric("iteration_tokens_total_bucket", le="+Inf") == 7
+    assert server.metric("iteration_tokens_total_sum") == 30
+    assert server.metric("request_queue_time_seconds_bucket", le="1.0") == 3
+    assert server.metric("request_prefill_time_seconds_sum") == 0.5
+    assert server.metric("predicted_gain_ratio") == 1.5
+    assert server.metric("measured_gain_ratio") == 1.25
 
 
 def test_the_access_log_names_the_request_and_probes_are_not_logged(server: RunningServer):
