@@ -178,7 +178,7 @@ def test_a_client_that_leaves_frees_the_pools(server: RunningServer):
         next(iter(stream))
         assert not is_idle(server)
         stream.close()
-    wait_for(lambda: is_idle(server), "the pools are not empty", 5)
+    wait_for(lambda: is_idle(server), "the pools are not empty")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -189,7 +189,7 @@ def test_clients_that_hang_up_in_any_state_free_every_block(server: RunningServe
     wait_for(lambda: server.metric("num_requests_waiting") > 30, "nothing queues")
     for sock in sockets:
         sock.close()
-    wait_for(lambda: is_idle(server), "requests or blocks are left", 3)
+    wait_for(lambda: is_idle(server), "requests or blocks are left")
     assert server.metric("num_requests_waiting") == 0
     after = server.metric("request_success_total", finished_reason="abort")
     assert after - before > 50  # the others had finished

@@ -48,7 +48,7 @@ class RunningServer:
     def stderr(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_ready(self, timeout_s: float = 10) -> RunningServer:
+    def wait_ready(self, timeout_s: float = 60) -> RunningServer:
         def is_ready() -> bool:
             assert self.process.poll() is None, self.stderr
             return self.get("/health").status_code == 200
@@ -57,10 +57,10 @@ class RunningServer:
         return self
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10, **kwargs)
+        return httpx.get(self.url + path, timeout=60, **kwargs)
 
     def post(self, path: str, body: object, **kwargs: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20, **kwargs)
+        return httpx.post(self.url + path, json=body, timeout=60, **kwargs)
 
     def complete(self, prompt: object = "1 2 3", **fields: object) -> httpx.Response:
         return self.post("/v1/completions", {"prompt": prompt, **fields})
@@ -92,7 +92,7 @@ class RunningServer:
         reply = self.complete("1 2 3", max_tokens=4)
         return reply.status_code == 200 and self.get("/health").status_code == 200
 
-    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 15) -> int:
+    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 60) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signum)
         return self.wait(timeout_s)
@@ -102,7 +102,7 @@ class RunningServer:
         if self.process.poll() is None:
             self.stop(signal.SIGKILL)
 
-    def wait(self, timeout_s: float = 15) -> int:
+    def wait(self, timeout_s: float = 60) -> int:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -154,7 +154,7 @@ def script(**fields: object) -> str:
     return f"[[{json.dumps(fields, ensure_ascii=False)}]]"
 
 
-def wait_for(condition: Any, message: str, timeout_s: float = 10) -> Any:
+def wait_for(condition: Any, message: str, timeout_s: float = 60) -> Any:
     """Poll until the condition is true; its value."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:

@@ -241,14 +241,14 @@ def test_chat_without_max_tokens_runs_to_the_end_of_the_context(server: RunningS
 )
 def test_a_body_that_is_no_json_object_is_refused(server: RunningServer, raw: bytes):
     for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
-        reply = httpx.post(server.url + path, content=raw, headers=JSON, timeout=10)
+        reply = httpx.post(server.url + path, content=raw, headers=JSON, timeout=60)
         assert expect_error(reply)["type"] == "BadRequestError"
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
 def test_numbers_that_are_none_are_refused(server: RunningServer, number: bytes):
     raw = b'{"prompt": "a", "temperature": ' + number + b"}"
-    reply = httpx.post(server.url + COMPLETIONS, content=raw, headers=JSON, timeout=10)
+    reply = httpx.post(server.url + COMPLETIONS, content=raw, headers=JSON, timeout=60)
     assert expect_error(reply)["param"] == "temperature"
 
 
@@ -329,7 +329,7 @@ def test_a_chunked_body_above_the_limit_is_refused(server: RunningServer):
             yield b"x" * 2**20
 
     try:
-        reply = httpx.post(server.url + COMPLETIONS, content=pieces(), headers=JSON, timeout=20)
+        reply = httpx.post(server.url + COMPLETIONS, content=pieces(), headers=JSON, timeout=60)
     except httpx.TransportError:
         return  # closed in our face, which is as good
     expect_error(reply, 413)
@@ -460,7 +460,7 @@ def test_bad_requests_do_not_hurt_the_neighbours(server: RunningServer):
         "POST",
         server.url + COMPLETIONS,
         json={"prompt": script(delay=0.005), "max_tokens": 100, "stream": True},
-        timeout=20,
+        timeout=60,
     ) as stream:
         lines = stream.iter_lines()
         next(lines)

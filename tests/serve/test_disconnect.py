@@ -31,8 +31,8 @@ def test_a_client_that_hangs_up_frees_its_requests(
     counted = server.metric("request_success_total", finished_reason="abort")
     body = {"prompt": script(delay=0.02), "max_tokens": 400, "stream": stream, "n": num_choices}
     hang_up(server, body, 0.2)
-    wait_for(lambda: len(server.events("abort")) == aborts + num_choices, "no abort", 2)
-    wait_for(lambda: num_in_engine(server) == 0, "the engine still has the request", 2)
+    wait_for(lambda: len(server.events("abort")) == aborts + num_choices, "no abort")
+    wait_for(lambda: num_in_engine(server) == 0, "the engine still has the request")
     total = counted + num_choices
     assert server.metric("request_success_total", finished_reason="abort") == total
 
@@ -43,7 +43,7 @@ def test_a_client_that_hangs_up_before_the_first_token_frees_its_request(
 ):
     aborts = len(server.events("abort"))
     hang_up(server, {"prompt": script(wait=30), "stream": stream}, 0.2)
-    wait_for(lambda: len(server.events("abort")) == aborts + 1, "no abort", 2)
+    wait_for(lambda: len(server.events("abort")) == aborts + 1, "no abort")
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_its_request(
@@ -56,7 +56,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_request(
     for _, _chunk in zip(range(5), stream, strict=False):
         pass
     stream.close()
-    wait_for(lambda: len(server.events("abort")) == aborts + 1, "no abort", 2)
+    wait_for(lambda: len(server.events("abort")) == aborts + 1, "no abort")
 
 
 def test_a_storm_of_hang_ups_while_running_and_queued_leaves_nothing(
@@ -70,7 +70,7 @@ def test_a_storm_of_hang_ups_while_running_and_queued_leaves_nothing(
         assert server.metric("num_requests_waiting") == 60
         for sock in sockets:
             sock.close()
-        wait_for(lambda: num_in_engine(server) == 0, "requests are left in the engine", 2)
+        wait_for(lambda: num_in_engine(server) == 0, "requests are left in the engine")
         assert len(server.events("abort")) == 64
         assert server.metric("request_success_total", finished_reason="abort") == 64
         assert server.is_alive()

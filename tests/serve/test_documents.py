@@ -46,7 +46,7 @@ def test_the_curl_commands_of_the_page_work(server: RunningServer):
     assert len(commands) == 3
     for command in commands:
         argv = shlex.split(command.replace("http://127.0.0.1:8000", server.url))
-        ended = subprocess.run([*argv, "-sf"], capture_output=True, text=True, timeout=20)
+        ended = subprocess.run([*argv, "-sf"], capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, (command, ended.stdout)
         if "stream" in command:
             assert ended.stdout.endswith("data: [DONE]\n\n")

@@ -99,7 +99,7 @@ def check(reply: httpx.Response, sent: bytes) -> None:
 def test_mutated_bodies_get_json_and_leave_nothing(server: RunningServer, num_bodies: int):
     rng = random.Random(num_bodies)
     engine = server.events("start")[0]["pid"]
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         for _ in range(num_bodies):
             path = rng.choice(list(SEEDS))
             raw = body(rng, rng.choice(SEEDS[path]))

@@ -72,13 +72,13 @@ def test_a_signal_while_loading_ends_the_server_at_once(tiny_checkpoint: Path, t
     time.sleep(0.3)
     start_s = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - start_s < 3
+    assert time.monotonic() - start_s < 30  # not the 60 s of loading
 
 
 def test_a_taken_port_is_an_error_that_says_what_to_do(server: RunningServer):
     port = server.url.rsplit(":", 1)[1]
     command = [sys.executable, "-m", "neojax.serve", "--port", port]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert f"port {port}" in ended.stderr
     assert "--port 0" in ended.stderr
@@ -250,7 +250,7 @@ def test_engine_death_gives_errors_then_503_then_a_non_zero_exit(
         assert message.startswith("the engine ")
         assert server.get("/health").status_code == 503
         assert server.complete("a").status_code == 503
-        assert server.wait(8) == 1
+        assert server.wait() == 1
         assert not is_running(engine_pid(server))
         expected = {"exit": "exit code 9", "failed": "fell off the bus", "kill": "SIGKILL"}
         assert expected[death] in server.stderr
@@ -317,12 +317,12 @@ def test_a_second_signal_ends_the_server_at_once(tiny_checkpoint: Path, tmp_path
             wait_for(lambda: server.get("/health").status_code == 503, "not draining")
             start_s = time.monotonic()
             assert server.stop(signal.SIGINT) == 128 + signal.SIGINT
-            assert time.monotonic() - start_s < 2
-        wait_for(lambda: not is_running(pid), "the engine lives on", 3)
+            assert time.monotonic() - start_s < 20  # not the 40 s of the stream
+        wait_for(lambda: not is_running(pid), "the engine lives on")
 
 
 def test_killing_the_server_leaves_no_engine(tiny_checkpoint: Path, tmp_path: Path):
     with serving(tiny_checkpoint, tmp_path) as server:
         pid = engine_pid(server)
         server.stop(signal.SIGKILL)
-        wait_for(lambda: not is_running(pid), "the engine lives on", 3)
+        wait_for(lambda: not is_running(pid), "the engine lives on")

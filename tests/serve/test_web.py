@@ -45,7 +45,7 @@ def test_without_the_flag_no_page_may_call_the_server(tiny_checkpoint: Path, tmp
 
 def test_a_certificate_that_cannot_be_read_ends_the_start(tmp_path: Path):
     command = [sys.executable, "-m", "neojax.serve", "--ssl-certfile", str(tmp_path / "none.pem")]
-    ended = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=20)
+    ended = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "none.pem" in ended.stderr
     assert "Traceback" not in ended.stderr
