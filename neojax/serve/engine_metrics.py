@@ -71,10 +71,10 @@ class EngineCollector:
             "placement",
         )
         yield self._counter(
-            "requests_swapped",
-            "Requests moved to the device (in) or to the host (out)",
-            {"in": stats.requests_swapped_in, "out": stats.requests_swapped_out},
-            "direction",
+            "swaps",
+            "Requests moved to the other KV pool, by where they went",
+            {"device": stats.requests_swapped_in, "host": stats.requests_swapped_out},
+            "placement",
         )
         yield self._counter(
             "requests_not_finite",
@@ -115,16 +115,16 @@ class EngineCollector:
             stats.num_compiles_after_ready,
         )
         yield self._counter(
-            "steps_lost",
+            "iterations_lost",
             "Steps with host rows that took longer than the device alone would have",
             stats.steps_lost,
         )
         yield self._counter(
-            "steps_lost_seconds", "Time that these steps took longer", stats.steps_lost_s
+            "iterations_lost_seconds", "Time that these steps took longer", stats.steps_lost_s
         )
         yield self._gauge(
-            "predictor_correction",
-            "Measured over predicted time, as learnt so far; predictions are multiplied by it",
+            "predictor_ratio",
+            "Measured over predicted time: of steps by mode, and of the host's attention",
             {
                 "device_only": stats.correction_device_only,
                 "pipelined": stats.correction_pipelined,
