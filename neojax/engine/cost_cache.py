@@ -57,7 +57,7 @@ def _surroundings() -> dict[str, str]:
         "host": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "matmul_precision": str(jax.config.jax_default_matmul_precision),
+        "matmul_precision": str(jax.config.values["jax_default_matmul_precision"]),
     }
 
 

@@ -53,13 +53,15 @@ def memory_rows(
     """
     config = runner.config
     rows = [MemoryRow("weights", runner.weight_bytes)]
-    if programs:
-        analyses = [program.memory_analysis() for program in programs]
+    # What a backend does not tell has no row.
+    analyses = [a for program in programs if (a := program.memory_analysis()) is not None]
+    if analyses:
         largest = max(
             a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes for a in analyses
         )
-        code = sum(a.generated_code_size_in_bytes for a in analyses)
-        rows += [MemoryRow("activations", 2 * largest), MemoryRow("programs", code)]
+        rows.append(MemoryRow("activations", 2 * largest))
+        if code := sum(a.generated_code_size_in_bytes for a in analyses):
+            rows.append(MemoryRow("programs", code))
     rows.append(_kv("device KV", config.num_device_blocks, geometry))
     if config.num_host_blocks:
         layer_token_bytes = geometry.token_bytes / geometry.num_layers
