@@ -80,7 +80,10 @@ class SimulatedEngine:
     def __init__(self, limits: SchedulerLimits, policy: str, tables: CostTables) -> None:
         self.clock = VirtualClock()
         self.tables = tables
-        self.scheduler = Scheduler(limits, load_policy(policy), tables)
+        loaded = load_policy(policy)
+        if not loaded.rolls:  # as engine.build, which compiles ROLLING steps only when asked to
+            limits = dataclasses.replace(limits, rolling_rows=0)
+        self.scheduler = Scheduler(limits, loaded, tables)
         self._arrivals = itertools.count()
         self._in_flight: deque[tuple[Plan, float]] = deque()
         self._device_free_s = 0.0
