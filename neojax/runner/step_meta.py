@@ -216,16 +216,11 @@ class MetaLayout:
             token += row.num_tokens
         num_tiles = [tiles[p].count for p in (Placement.DEVICE, Placement.HOST)]
         f["scalars"][:] = (plan_index, host.num_rows, host.num_chunks, *num_tiles, token)
+        self._write_decodes(f, token, batch.decodes)
         for i, row in enumerate(batch.decodes):
-            self._write_row(f, token, row)
-            # One slot: no array of all the row's blocks, in every step, for every row.
-            block, offset = divmod(row.start.token, self.block_size)
-            f["slots"][0, token] = row.blocks[block] * self.block_size + offset
-            f["decode_lengths"][i] = row.stop
             f["decode_tables"][i, : len(row.blocks)] = row.blocks
-            token += 1
+        self._write_tokens(f, self.shape.num_tokens, batch.host_decodes)
         for i, row in enumerate(batch.host_decodes):
-            self._write_row(f, self.shape.num_tokens + i, row)
             host.add_decode(i, row)
         self._write_sampling(f["sampling"], batch, leaving)
         return packed, host.finish()
@@ -261,12 +256,32 @@ class MetaLayout:
         f["rows"][2, span] = row.slot
         return positions
 
+    def _write_decodes(self, f: dict[str, np.ndarray], first: int, rows: Sequence[Row]) -> None:
+        """All but the tables, a column at a time: numpy costs more per call than per number."""
+        self._write_tokens(f, first, rows)
+        p = self.block_size
+        places = [divmod(row.start.token, p) for row in rows]
+        f["slots"][0, first : first + len(rows)] = [
+            row.blocks[block] * p + offset
+            for row, (block, offset) in zip(rows, places, strict=True)
+        ]
+        f["decode_lengths"][: len(rows)] = [row.stop for row in rows]
+
+    def _write_tokens(self, f: dict[str, np.ndarray], first: int, rows: Sequence[Row]) -> None:
+        """Rows of one token each."""
+        ids, positions, slots = f["rows"][:, first : first + len(rows)]
+        ids[:] = [row.request.token_ids(row.start.token, row.stop)[0] for row in rows]
+        positions[:] = [row.start.token for row in rows]
+        slots[:] = [row.slot for row in rows]
+
     def _slots_of(self, row: Row, positions: np.ndarray) -> np.ndarray:
         blocks = np.asarray(row.blocks, np.int32)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def _write_sampling(self, s: np.ndarray, batch: SubBatch, leaving: Sequence[Row]) -> None:
-        last, i = -1, 0
+        last = -1
+        whole: list[tuple[int, ...]] = []
+        floats: list[tuple[float, float]] = []
         first_host = next(iter(leaving or batch.host_decodes), None)
         for row in (*batch.chunks, *batch.decodes, *(leaving or batch.host_decodes)):
             last += row.num_tokens
@@ -274,18 +289,15 @@ class MetaLayout:
                 last = self.shape.num_tokens  # host rows start behind the device's padding
             if not row.samples:
                 continue
-            request, params = row.request, row.request.params
-            s[:6, i] = (
-                last,
-                row.slot,
-                row.stop,
-                request.seed >> 32,
-                np.int64(request.seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32),
-                max(params.top_k, 0),
-            )
+            seed, params = row.request.seed, row.request.params
+            low = seed & 0xFFFFFFFF
+            low -= (low & 1 << 31) << 1  # the same bits, signed
+            whole.append((last, row.slot, row.stop, seed >> 32, low, max(params.top_k, 0)))
             temperature = 0.0 if params.is_greedy else params.temperature
-            s[6:, i] = np.asarray([temperature, params.top_p], np.float32).view(np.int32)
-            i += 1
+            floats.append((temperature, params.top_p))
+        if whole:
+            s[:6, : len(whole)] = np.transpose(whole)
+            s[6:, : len(whole)] = np.asarray(floats, np.float32).T.copy().view(np.int32)
 
 
 class ScoredRow(NamedTuple):

@@ -118,8 +118,9 @@ class Request:
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Ids of positions [start, stop); -1 where the token is still on the device."""
-        known = (
-            self.prompt_ids + self.output_ids if stop > len(self.prompt_ids) else self.prompt_ids
-        )
-        ids = known[start:stop]
+        # Not from the sum of both lists: a decode step asks every request for one token.
+        num_prompt = len(self.prompt_ids)
+        ids = self.prompt_ids[start:stop]
+        if stop > num_prompt:
+            ids = ids + self.output_ids[max(start - num_prompt, 0) : stop - num_prompt]
         return ids + [-1] * (stop - start - len(ids))
