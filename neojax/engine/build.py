@@ -29,7 +29,7 @@ from neojax.runner.logit_state import LogitStateSizes
 from neojax.runner.runner import Runner, RunnerConfig
 from neojax.runner.shapes import MAX_CHUNKS
 from neojax.scheduler.limits import SchedulerLimits
-from neojax.scheduler.policy import load_policy
+from neojax.scheduler.policy import OffloadPolicy, load_policy
 from neojax.scheduler.request import Placement
 from neojax.scheduler.scheduler import Scheduler
 from neojax.text.eos import eos_token_ids
@@ -38,7 +38,7 @@ from neojax.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_LAYERS_PER_PROGRAM = 8
-ROLLING_ROWS = 32
+ROLLING_ROWS = 16
 """Host rows of a group: as many as the fastest hosts attend to in a step. Padding is cheap."""
 
 
@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         model_config.max_position_embeddings,
         activation_bytes(config, model_config, dtype),
     )
-    rolling_rows = min(ROLLING_ROWS, config.max_num_seqs) if policy.rolls else 0
+    rolling_rows = resolve_rolling_rows(config, policy, sizes)
     with clock.part("pools"):
         runner = Runner(
             model,
@@ -120,6 +120,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         can_swap=runner.host is not None,
         swap_in_threshold=config.swap_in_threshold,
         swap_out_threshold=config.swap_out_threshold,
+        tpot_slo_s=config.tpot_slo_ms / 1e3,
     )
     scheduler = Scheduler(limits, policy, costs)
     check_policy(policy.placements, config.offload_policy, scheduler)
@@ -267,6 +268,15 @@ def _host_pool_bytes(config: EngineConfig) -> float:
     if config.cpu_kv_gib is None:
         return host_memory.default_kv_bytes()
     return config.cpu_kv_gib * GIB
+
+
+def resolve_rolling_rows(config: EngineConfig, policy: OffloadPolicy, sizes: Sizes) -> int:
+    """Rows of a group of ROLLING steps; 0 where there are none and need no programs.
+
+    On the CPU backend device and host are the same cores: only a policy that insists rolls there.
+    """
+    wanted = jax.default_backend() == "gpu" if policy.rolls is None else policy.rolls
+    return min(ROLLING_ROWS, config.max_num_seqs) if wanted and sizes.num_host_blocks else 0
 
 
 def resolve_layers_per_program(config: EngineConfig, num_layers: int) -> int:

@@ -21,8 +21,10 @@ from tqdm import tqdm
 
 from neojax.kv.geometry import KVGeometry
 from neojax.kv.host_pool import HostPool
-from neojax.runner.lanes import Batch, DeviceState, SubBatchLane
+from neojax.runner.lanes import Batch, DeviceState, SubBatchLane, run_rolling
+from neojax.runner.program_set import DEEP
 from neojax.runner.programs import Head, Programs
+from neojax.runner.rolling import RollingPrograms
 from neojax.runner.shapes import AttentionShape, Buckets, Shape
 from neojax.runner.swap import Swapper
 from neojax.sampling_params import SamplingParams
@@ -87,6 +89,7 @@ class Profiler:
                 s: max(0.0, self._pipelined(s) - by_rows(s.num_rows))
                 for s in self._buckets.host_shapes
             }
+            rolling = {s: self._rolling(s) for s in self._rolling_shapes()}
             prefill_attention = self._prefill_attention(linear)
             device_decode = self._device_decode(linear)
             host_decode = self._host_decode()
@@ -94,9 +97,12 @@ class Profiler:
             swap_out, swap_in = self._swaps(Placement.HOST), self._swaps(Placement.DEVICE)
             ends = _steps({s: self._ends(s) for s in self._end_shapes()})
         self._host.reset()
+        by_mode = {Mode.DEVICE_ONLY: _steps(linear), Mode.PIPELINED: by_rows}
+        if rolling:
+            by_mode[Mode.ROLLING] = _steps(rolling)
         return CostTables(
             num_layers=len(self._state.layers),
-            linear={Mode.DEVICE_ONLY: _steps(linear), Mode.PIPELINED: by_rows},
+            linear=by_mode,
             prefill_attention=prefill_attention,
             device_decode=device_decode,
             host_decode=host_decode,
@@ -105,7 +111,7 @@ class Profiler:
             fetch=fetch,
             swap_out=swap_out,
             swap_in=swap_in,
-            per_step=dict.fromkeys((Mode.DEVICE_ONLY, Mode.PIPELINED), ends),
+            per_step=dict.fromkeys(by_mode, ends),
         )
 
     def _linear(self, shape: Shape) -> float:
@@ -161,6 +167,26 @@ class Profiler:
         lane.leave()
         return seconds
 
+    def _rolling_shapes(self) -> list[Shape]:
+        return [shape for shape, channel in self._programs if channel == DEEP]
+
+    def _rolling(self, shape: Shape) -> float:
+        """A layer of a ROLLING step: nothing to attend to, but a start and a join."""
+        state, programs = self._state, self._programs[shape, DEEP]
+        assert isinstance(programs, RollingPrograms)
+        batch = Batch(
+            programs,
+            programs.stages.layout.empty(),
+            next(reversed(programs.rolling)),
+            head=Head.GREEDY,
+            has_host_chunks=False,
+        )
+
+        def run() -> Any:
+            return run_rolling(state, batch, self._group)
+
+        return max(0.0, self._seconds(run) - self._ends(shape)) / len(state.layers)
+
     def _end_shapes(self) -> list[Shape]:
         """Shapes whose head differs: it has at most `max_num_seqs` rows."""
         tokens = self._buckets.tokens
@@ -169,7 +195,8 @@ class Profiler:
 
     def _ends(self, shape: Shape) -> float:
         """Embedding and head."""
-        state, programs = self._state, self._programs[shape, 0]
+        channel = 0 if (shape, 0) in self._programs else DEEP
+        state, programs = self._state, self._programs[shape, channel]
         packed = programs.stages.layout.empty()
 
         def run() -> jax.Array:

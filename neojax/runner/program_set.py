@@ -61,6 +61,9 @@ def make_programs(
         # Its layers are one program for all groups of layers, so nothing pads for the head.
         attentions = buckets.attentions(Mode.ROLLING, shape.num_tokens)
         made[shape, DEEP] = RollingPrograms(
-            stages(shape, DEEP, shape.num_rows), attentions, head_full
+            stages(shape, DEEP, shape.num_rows),
+            attentions,
+            head_full,
+            parks=shape == rolling_shapes[0],
         )
     return made

@@ -187,8 +187,12 @@ class RollingPrograms(Programs):
         stages: Stages,
         attentions: Sequence[AttentionShape],
         head_full: Callable[..., Any],
+        *,
+        parks: bool,
     ) -> None:
+        """parks: whether this shape's `park` is the one that is used; it is the same for all."""
         super().__init__(stages, {Mode.ROLLING: attentions}, head_full)
+        self.parks = parks
         self.rolling = {
             shape: jax.jit(
                 functools.partial(layers, stages, shape=shape), donate_argnums=(1, 2, 3, 6)
@@ -220,4 +224,5 @@ class RollingPrograms(Programs):
                     x,
                 )
                 yield Signature("rolling", shape, function, args)
-        yield Signature("park", shape, self.park, (parked.x,))
+        if self.parks:
+            yield Signature("park", shape, self.park, (parked.x,))

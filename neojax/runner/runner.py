@@ -227,7 +227,9 @@ class Runner:
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
         )
-        return profiler.tables(progress=progress)
+        tables = profiler.tables(progress=progress)
+        self._park_groups()  # the lane has forgotten the jobs of those there were
+        return tables
 
     def fingerprint(self) -> dict[str, str]:
         """What `profile`'s figures depend on, besides the machine and the versions in use."""

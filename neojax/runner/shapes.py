@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from neojax.scheduler.plan import Mode
@@ -101,8 +102,8 @@ class Buckets:
             case Mode.PIPELINED:
                 return self.pipelined_tokens
             case Mode.ROLLING:
-                # Every other one: a step's padding hides behind its group's rows.
-                return self.tokens[::-1][::2][::-1]
+                smallest = MIN_CHUNK_TOKENS if self.max_decodes else 1
+                return _every_other([t for t in self.tokens if t >= smallest] or self.tokens[-1:])
 
     def padded(self, mode: Mode, num_tokens: int, *, has_chunks: bool) -> int:
         """So many device tokens, padded; ROLLING steps without one are computed as if with one."""
@@ -192,6 +193,11 @@ def _mixed(tokens: tuple[int, ...], host_rows: tuple[int, ...], smallest: int) -
         *(Shape(t, _fit(host_rows, min(max(1, t // 4), host_rows[-1]))) for t in fitting),
         Shape(tokens[-1], host_rows[-1]),
     )
+
+
+def _every_other(tokens: Sequence[int]) -> tuple[int, ...]:
+    """From the smallest on, and the last."""
+    return tuple(dict.fromkeys([*tokens[::2], tokens[-1]]))
 
 
 def _widths(table_width: int) -> tuple[int, ...]:

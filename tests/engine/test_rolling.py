@@ -179,6 +179,8 @@ def test_nothing_compiles_after_warm_up_and_no_program_copies_a_pool():
     pools = [engine.runner._state.pools[0].k.size, engine.runner._state.scratch[0].k.size]
     for signature, program in compiled:
         assert not sizes_copied(program) & set(pools), (signature.name, signature.shape)
+    tables = engine.runner.profile(progress=False)
+    assert tables.linear[Mode.ROLLING](8) > 0
     engine.set_block_limit(14)
     sampled = [(p, dataclasses.replace(q, temperature=0.8, seed=1)) for p, q in REQUESTS[:6]]
     run_all(engine, [*REQUESTS[:12], *sampled])
