@@ -155,8 +155,8 @@ class EngineCore:
                 self._launched_s[plan.step] = time.perf_counter()
                 for move in plan.moves:
                     self._request_log.moved(move, plan.step)
-                self._in_flight.append((plan, self.runner.enqueue(plan)))
                 self._meters.launched(plan)
+                self._in_flight.append((plan, self.runner.enqueue(plan)))
             if plan is not None and len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
                 return StepResult(plan, None, [])
             if not self._in_flight and self.scheduler.has_requests:
