@@ -1,8 +1,8 @@
 """Whole requests change sides under a step's computation: the programs, and when they launch.
 
-A plan's swaps are lists of blocks. A call moves up to `MAX_CHUNK_BLOCKS` of them through some layers:
-gather and pack on the device, then copies that run beside XLA's stream (swap out), or the way back
-(swap in). The calls are spread evenly over the step's layers, so that each copy has the
+A plan's swaps are lists of blocks. A call moves up to `MAX_CHUNK_BLOCKS` of them through some
+layers: gather and pack on the device, then copies that run beside XLA's stream (swap out), or the
+way back (swap in). The calls are spread evenly over the step's layers, so that each copy has the
 computation of the layers around it to hide behind. A swap in is started as far ahead of its join as
 the library's ring allows, the first ones before the step's first stage: the device waits at a join.
 """
