@@ -252,14 +252,14 @@ def _device_pool_bytes(config: EngineConfig, reserve_bytes: int) -> float:
 def activation_bytes(config: EngineConfig, model: DecoderConfig, dtype: np.dtype) -> int:
     """What a step needs besides weights and pools: activations, logits, room to grow.
 
-    The widest moment of a layer holds gate, up and their product beside the residual; the head
-    holds float32 logits twice, once masked. Doubled for two steps in flight. And what sampling
-    remembers of each request: counts of every token, for penalties.
+    The widest moment of a layer holds gate, up and their product beside the residual, doubled for
+    two steps in flight. The full head holds eight arrays of float32 logits (as XLA compiles it for
+    the CPU backend). And what sampling remembers of each request: counts of every token.
     """
     per_token = (3 * model.intermediate_size + 4 * model.hidden_size) * dtype.itemsize
-    logits = 2 * 4 * config.max_num_seqs * model.vocab_size
+    logits = 8 * 4 * config.max_num_seqs * model.vocab_size
     state = LogitStateSizes(config.max_num_seqs, model.vocab_size).num_bytes
-    return 2 * (config.max_num_batched_tokens * per_token + logits) + state + GIB
+    return 2 * config.max_num_batched_tokens * per_token + logits + state + GIB
 
 
 def _host_pool_bytes(config: EngineConfig) -> float:
