@@ -1,7 +1,8 @@
 """The default policy: of the plans that a step could be, the one that serves most per second.
 
-What a plan is worth is the time that the device alone would need for the same tokens. So the
-DEVICE_ONLY candidate is worth its own time, and host rows must earn what they add to the step.
+What a plan is worth is the time that the device alone, at its best, would need for the same
+tokens: a price for a decoded token, and one for a token of a prompt. Host rows must earn what they
+add to a step, and so must prefill.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
-from neojax.scheduler.worth import decode_token_s, device_only_s
+from neojax.scheduler.worth import decode_token_s, prompt_token_s
+
+MIN_CHUNK_TOKENS = 64
+"""Prefill is not cut smaller: a prompt must get on."""
 
 CHUNK_STEP = 64
 """Tokens to which the size of a trimmed prefill is exact."""
@@ -71,22 +75,30 @@ class _Choosing:
         context = (self.decode_context + self.contexts[-1]) / max(1, known)
         rows = now.outlook.num_device_rows
         self.token_s = decode_token_s(predictor, self.num_decodes, context, rows)
+        # Not less than what keeps the device full of decodes, nor so few that weights are most.
+        knee = predictor.knee_tokens - self.num_decodes
+        self.least_tokens = max(MIN_CHUNK_TOKENS, knee, now.outlook.prompt_tokens)
+        self.prompt_token_s = prompt_token_s(predictor, now.outlook.rows_per_step)
 
     def best(self) -> Choice:
         """The candidate that is worth most per second; DEVICE_ONLY where none is better."""
         offer = self.offer
-        chunks = offer.trimmed(offer.num_tokens, device_only=True)
         must_store = bool(offer.chunks) and offer.chunks[0].placement is Placement.HOST
-        alone = Choice(chunks, reason="the device alone serves most per second")
-        if (self.num_decodes or chunks) and not must_store:
-            best, best_worth = alone, 1.0
-        else:
-            # The prompt at the head is to go to the host, or the device has nothing to do.
-            best, best_worth = Choice(), 0.0
+        best, best_worth = Choice(), 0.0
+        # Not where the prompt at the head is to go to the host.
+        for chunks in () if must_store else self._sizes(offer.num_tokens, device_only=True):
+            load = self._device_load(chunks)
+            if not load.num_rows:
+                continue
+            worth = self._worth_s(chunks, 0) / self.predictor.seconds(Mode.DEVICE_ONLY, load)
+            if worth > best_worth:
+                reason = "the device alone serves most per second"
+                best, best_worth = Choice(chunks, reason=reason), worth
+        best_alone = best_worth
         most = min(len(offer.host_decodes), offer.num_tokens)
         last = 0.0
         for num_rows in _halvings(most):
-            candidates = [self._with_host(c, num_rows) for c in self._chunks(num_rows)]
+            candidates = [self._with_host(c, num_rows, best_alone) for c in self._chunks(num_rows)]
             worth, choice = max(candidates, key=lambda c: c[0], default=(0.0, best))
             if worth > best_worth:
                 best, best_worth = choice, worth
@@ -98,11 +110,22 @@ class _Choosing:
     def _chunks(self, num_rows: int) -> list[tuple[Chunk, ...]]:
         """Sizes of the prefill to weigh beside so many host rows."""
         room = self.offer.num_tokens - num_rows
-        full = self.offer.trimmed(room)
-        if not num_rows:
-            return [full] if full else []
-        trimmed = self.offer.trimmed(min(room, self._hiding_tokens(full, num_rows)))
-        return [full, trimmed] if trimmed != full else [full]
+        sizes = self._sizes(room)
+        if num_rows and sizes[0]:
+            sizes.append(self.offer.trimmed(min(room, self._hiding_tokens(sizes[0], num_rows))))
+        return sizes if num_rows else [chunks for chunks in sizes if chunks]
+
+    def _sizes(self, room: int, *, device_only: bool = False) -> list[tuple[Chunk, ...]]:
+        """All of the prefill there is room for, and the sizes that fill a bucket beside decodes."""
+        full = self.offer.trimmed(room, device_only=device_only)
+        num_tokens = sum(chunk.num_tokens for chunk in full)
+        sizes = [full]
+        for rows in self.predictor.even_rows:
+            if self.least_tokens <= rows - self.num_decodes < num_tokens:
+                cut = self.offer.trimmed(rows - self.num_decodes, device_only=device_only)
+                if cut:
+                    sizes.append(cut)
+        return sizes
 
     def _hiding_tokens(self, full: tuple[Chunk, ...], num_rows: int) -> int:
         """Prefill tokens whose linear stage and attention just cover the host's attention.
@@ -123,16 +146,28 @@ class _Choosing:
                 high = middle
         return high
 
-    def _with_host(self, chunks: tuple[Chunk, ...], num_rows: int) -> tuple[float, Choice]:
+    def _worth_s(self, chunks: tuple[Chunk, ...], num_host_rows: int) -> float:
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        tables = self.predictor.tables
+        attention = sum(tables.prefill_attention(c.num_tokens, c.stop) for c in chunks)
+        return (
+            self.token_s * (self.num_decodes + num_host_rows)
+            + self.prompt_token_s * num_tokens
+            + tables.num_layers * attention  # the same wherever it is computed
+        )
+
+    def _with_host(
+        self, chunks: tuple[Chunk, ...], num_rows: int, alone: float
+    ) -> tuple[float, Choice]:
         """Worth per second of a step with so many host rows, and the step."""
         rows = self.offer.host_decodes[:num_rows]
         device = self._device_load(chunks)
         contexts = self.contexts[: num_rows + 1]
         split = best_split(self.predictor, device, contexts, can_mix=self.can_mix)
-        worth_s = device_only_s(self.predictor, device, num_rows, self.token_s)
+        worth = self._worth_s(chunks, num_rows) / split.step_s
         host0, host1 = rows[: split.num_in_b0], rows[split.num_in_b0 :]
-        reason = f"{num_rows} host rows serve {worth_s / split.step_s:.2f} times the device alone"
-        return worth_s / split.step_s, Choice(chunks, host0, host1, reason)
+        reason = f"{num_rows} host rows: worth {worth:.2f} a second, the device alone {alone:.2f}"
+        return worth, Choice(chunks, host0, host1, reason)
 
     def _device_load(self, chunks: Sequence[Chunk]) -> Load:
         on_host = [c for c in chunks if c.placement is Placement.HOST]

@@ -61,6 +61,10 @@ class Outlook:
         self._mean_output: float | None = None  # of finished requests
         self.num_device_rows = 1
         """Decodes that the device pool holds."""
+        self.prompt_tokens = 0.0
+        """Prompt tokens per step that replace the requests which finish on the device."""
+        self.rows_per_step = 1.0
+        """Rows of a step that serves the device and these host rows, prefill included."""
         self.num_host_rows = 0
         """Host rows of the best steady state; 0 where the device alone is as good."""
         self.rolling_rows = 0
@@ -88,11 +92,13 @@ class Outlook:
         size = -(-mix.context // limits.block_size) + 1  # and a block to grow into
         most = min(limits.max_num_seqs, num_requests)
         self.num_device_rows = min(most, int(num_device_blocks // size))
+        self.prompt_tokens = self.num_device_rows * mix.prompt_tokens / mix.output_tokens
         room = min(most - self.num_device_rows, int(limits.num_host_blocks // size))
         # With so many rows prefill fills every step. More wait for it, and cannot be in its way.
         prefill_bound = int(limits.max_num_batched_tokens * mix.output_tokens / mix.prompt_tokens)
         num_host = min(room, prefill_bound - self.num_device_rows)
-        alone = self._alone(mix)
+        # The device alone may cut its prefill small too: what that gains is not the host's doing.
+        alone = max(self._alone(mix), *(self._regime(mix, 0, share).rate for share in SHARES))
         # Once requests are there, the host need only be no worse: mixes vary from look to look.
         best = Regime(alone if self.num_host_rows else MIN_GAIN * alone, 0)
         for host_rows in _steps(num_host):
@@ -103,6 +109,8 @@ class Outlook:
         for rows in range(1, largest + 1) if self._predictor.knows_rolling else ():
             best = max(best, *(self._rolling_regime(mix, rows, share) for share in SHARES))
         self.num_host_rows = best.num_host_rows
+        served = self.num_device_rows + min(best.num_host_rows, num_host)
+        self.rows_per_step = served * (1 + mix.prompt_tokens / mix.output_tokens)
         self.rolling_rows, self.chunk_tokens = best.rolling_rows, best.chunk_tokens
         self.gain = best.rate / alone if best.num_host_rows and alone else 1.0
 
@@ -115,44 +123,51 @@ class Outlook:
         return Mix(sum(len(r.prompt_ids) for r in requests) / len(requests), max(1.0, mean_output))
 
     def _alone(self, mix: Mix) -> float:
-        """Rate of the device alone; its prefill chunks are as long as a step takes them."""
+        """Rate of the device alone, a prompt or all that fits prefilled in one step."""
         rows = self.num_device_rows
         if not rows:
             return 0.0
         decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
-        prefill = rows * mix.prompt_tokens / mix.output_tokens  # tokens per step
-        chunk = max(1, min(int(mix.prompt_tokens), self._limits.max_num_batched_tokens - rows))
-        share = prefill / chunk
         seconds = self._predictor.seconds
         without = seconds(Mode.DEVICE_ONLY, decodes)
-        chunks = ((chunk, int(mix.prompt_tokens)),)
-        with_chunk = seconds(Mode.DEVICE_ONLY, decodes._replace(chunks=chunks))
-        return rows / (without + share * (with_chunk - without))
+        rates = [0.0]
+        room = self._limits.max_num_batched_tokens - rows
+        for chunk in {min(int(mix.prompt_tokens), room), room} if room > 0 else ():
+            count = max(1, round(chunk / mix.prompt_tokens))
+            chunks = ((chunk // count, int(mix.prompt_tokens)),) * count
+            with_chunk = seconds(Mode.DEVICE_ONLY, decodes._replace(chunks=chunks))
+            rates.append(rows / (without + self.prompt_tokens / chunk * (with_chunk - without)))
+        return max(rates)
 
     def _regime(self, mix: Mix, host_rows: int, share: float) -> Regime:
         """Host rows and prefill in a share of the steps, the device's decodes alone in the rest."""
         rows, limits = self.num_device_rows, self._limits
         useful = rows + share * host_rows
+        if not useful:
+            return Regime(0.0, 0)
         prefill = int(useful * mix.prompt_tokens / mix.output_tokens / share)
         if prefill + rows + host_rows > limits.max_num_batched_tokens:
             return Regime(0.0, 0)
         # One chunk stands for those of several prompts: attention as over whole prompts.
         count = max(1, round(prefill / mix.prompt_tokens))
         chunks = ((prefill // count, int(mix.prompt_tokens)),) * count if prefill else ()
-        on_host = host_rows * share / useful
+        on_host = host_rows * share / useful if host_rows else 0.0
         is_split = prefill < mix.prompt_tokens
         device = Load(
             chunks, rows, int(rows * mix.context),
             store_tokens=int(on_host * prefill),
             fetch_tokens=int(on_host * mix.prompt_tokens / 2) if is_split else 0,
         )  # fmt: skip
+        decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
+        without = self._predictor.seconds(Mode.DEVICE_ONLY, decodes) if rows else 0.0
+        if not host_rows:
+            with_chunk = self._predictor.seconds(Mode.DEVICE_ONLY, device)
+            return Regime(useful / (share * with_chunk + (1 - share) * without), 0)
         contexts = [int(k * mix.context) for k in range(host_rows + 1)]
         with_host = best_split(self._predictor, device, contexts, can_mix=limits.can_mix).step_s
         token_s = decode_token_s(self._predictor, rows, mix.context, rows)
         if with_host > device_only_s(self._predictor, device, host_rows, token_s):
             return Regime(0.0, 0)  # no step would be chosen that loses by its host rows
-        decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
-        without = self._predictor.seconds(Mode.DEVICE_ONLY, decodes) if rows else 0.0
         return Regime(useful / (share * with_host + (1 - share) * without), host_rows)
 
     def _rolling_regime(self, mix: Mix, group_rows: int, share: float) -> Regime:

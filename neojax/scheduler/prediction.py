@@ -93,8 +93,12 @@ class Predictor:
         self.tables = tables
         self.corrections = Corrections()
         self.knee_tokens = self._knee_tokens()
-        """Rows with which a linear stage takes twice the time of one: arithmetic has caught up
-        with reading the weights."""
+        """Rows with which a linear stage takes half as long again as with one: arithmetic counts
+        beside reading the weights."""
+
+        self.even_rows = self._even_rows()
+        """Numbers of rows on the lower convex hull of the linear stage: programs are padded to
+        buckets, so that a row more may cost as much as many."""
 
     @property
     def knows_rolling(self) -> bool:
@@ -198,9 +202,18 @@ class Predictor:
             device_only_s=device_only_s,
         )
 
+    def _even_rows(self) -> tuple[int, ...]:
+        linear = self.tables.linear[Mode.DEVICE_ONLY]
+        hull: list[tuple[float, float]] = []
+        for point in zip(linear.xs, linear.ys, strict=True):
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        return tuple(int(x) for x, _ in hull)
+
     def _knee_tokens(self) -> int:
         linear = self.tables.linear[Mode.PIPELINED]
-        return next((int(x) for x in linear.xs if linear(x) >= 2 * linear(1)), int(linear.xs[-1]))
+        return next((int(x) for x in linear.xs if linear(x) >= 1.5 * linear(1)), int(linear.xs[-1]))
 
     def _step(self, mode: Mode, period: float, b0: Load, b1: Load) -> float:
         seconds = self.tables.num_layers * period + self._per_step(mode, b0, b1)
@@ -209,3 +222,7 @@ class Predictor:
     def _per_step(self, mode: Mode, b0: Load, b1: Load) -> float:
         table = self.tables.per_step[mode]
         return table(b0.num_rows) + table(b1.num_rows)
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

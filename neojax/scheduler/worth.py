@@ -18,6 +18,20 @@ def decode_token_s(
     return predictor.seconds(Mode.DEVICE_ONLY, load) / rows
 
 
+def prompt_token_s(predictor: Predictor, num_rows: float) -> float:
+    """Seconds that one more token of a prompt costs the device in steps of so many rows, its
+    attention aside, where steps of the sizes between which it lies alternate.
+    """
+    linear = predictor.tables.linear[Mode.DEVICE_ONLY]
+    sizes = predictor.even_rows
+    if len(sizes) < 2:
+        return 0.0  # a table of one point says nothing of a row more
+    above = next((i for i, size in enumerate(sizes) if size >= num_rows), len(sizes) - 1)
+    low, high = sizes[max(0, above - 1)], sizes[max(1, above)]
+    price = (linear(high) - linear(low)) / (high - low)
+    return predictor.tables.num_layers * price * predictor.corrections.step[Mode.DEVICE_ONLY]
+
+
 def device_only_s(predictor: Predictor, device: Load, num_host_rows: int, token_s: float) -> float:
     """Seconds of the device work in DEVICE_ONLY mode, and of the host rows' tokens at token_s.
 
