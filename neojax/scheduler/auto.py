@@ -78,6 +78,7 @@ class _Choosing:
         # Not less than what keeps the device full of decodes, nor so few that weights are most.
         knee = predictor.knee_tokens - self.num_decodes
         self.least_tokens = max(MIN_CHUNK_TOKENS, knee, now.outlook.prompt_tokens)
+        self.is_full = now.num_device >= now.outlook.num_device_rows
         self.prompt_token_s = prompt_token_s(predictor, now.outlook.rows_per_step)
 
     def best(self) -> Choice:
@@ -120,7 +121,8 @@ class _Choosing:
         full = self.offer.trimmed(room, device_only=device_only)
         num_tokens = sum(chunk.num_tokens for chunk in full)
         sizes = [full]
-        for rows in self.predictor.even_rows:
+        # While the device has decodes to gain, prefill comes first.
+        for rows in self.predictor.even_rows if self.is_full else ():
             if self.least_tokens <= rows - self.num_decodes < num_tokens:
                 cut = self.offer.trimmed(rows - self.num_decodes, device_only=device_only)
                 if cut:

@@ -94,20 +94,18 @@ def test_auto_is_as_good_as_the_better_of_the_others(machine, can_mix, num_devic
 
 
 def test_prefill_is_cut_to_the_buckets_of_programs():
-    # Measured on an H200: 257 rows cost what 2048 do. Of prompts that come one after the other,
-    # each step takes what fits into 256 rows, as long as the device is full of decodes.
+    # Measured on an H200: 257 rows cost what 2048 do, so host rows go on fastest beside prefill
+    # that fills 256.
     buckets = Table1(
         (1, 16, 17, 64, 65, 256, 257, 2048),
         tuple(1e-6 * us for us in (155, 155, 183, 183, 249, 249, 1398, 1398)),
     )
     tables = dataclasses.replace(h200(), linear=dict.fromkeys(Mode, buckets))
-    limits = {"num_device_blocks": 1000, "max_num_batched_tokens": 2048}
-    lengths = [(1000, 60 + 7 * i % 80) for i in range(50)]
-    auto = Run(Auto(), tables, lengths, **limits)
-    alone = Run(DeviceOnly(), tables, lengths, **limits)
-    assert auto.seconds < 0.97 * alone.seconds
-    sizes = Counter(plan.num_tokens for plan in auto.plans if plan.b0.chunks)
-    assert sizes.most_common(1)[0][0] == 256
+    auto = Run(Auto(), tables, OSC, max_num_batched_tokens=2048)
+    neo = Run(Neo(), tables, OSC, max_num_batched_tokens=2048)
+    assert auto.seconds < neo.seconds
+    sizes = Counter(plan.b0.num_device_tokens for plan in auto.plans if plan.b0.chunks)
+    assert 240 < sizes.most_common(1)[0][0] <= 256  # prompts on the host are cut at whole blocks
 
 
 def test_full_runs_everything_on_the_host_without_costs_too():
