@@ -33,7 +33,11 @@ class RunningServer:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = wait_for(self._listening, "the server did not listen")
+        try:
+            self.url = wait_for(self._listening, "the server did not listen")
+        except AssertionError:
+            self.kill()
+            raise
 
     def _read(self) -> None:
         assert self.process.stderr is not None
