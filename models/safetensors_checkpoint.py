@@ -102,7 +102,7 @@ def _read_piece(
     """Elements `start` to `start + step` of a tensor, into the same of a flat array."""
     target = flat[start : start + step]
     stored = target if flat.dtype == tensor.dtype else np.empty(len(target), tensor.dtype)
-    view = memoryview(stored.view(np.uint8))
+    view = stored.view(np.uint8).data
     at = tensor.offset + start * tensor.dtype.itemsize
     while view:
         count = os.preadv(descriptor, [view], at)

@@ -85,6 +85,7 @@ class EngineCore:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._num_not_finite = 0
+        self._last_mode: Mode | None = None  # of the newest completed step
         self._last_step_s = time.time()
 
     @property
@@ -257,11 +258,18 @@ class EngineCore:
         return plan, outputs
 
     def _observe(self, plan: Plan) -> None:
-        """Measure the step that has just completed, and let the scheduler learn from it."""
+        """Measure the step that has just completed, and let the scheduler learn from it.
+
+        Only from steps among their like: launching a PIPELINED step takes so long that the end of
+        a short step before it is seen late, which would be charged to the short step's mode.
+        """
         busy_s = 0.0 if self.runner.host is None else self.runner.host.work().busy_s
         record = self._history.add(plan, self._launched_s.pop(plan.step), busy_s)
         self._meters.completed(plan, record)
-        self.scheduler.observe(plan, record.step_s, record.host_attention_s)
+        modes = {self._last_mode, plan.mode, *(after.mode for after, _ in self._in_flight)}
+        self._last_mode = plan.mode
+        if len(modes) == 1:
+            self.scheduler.observe(plan, record.step_s, record.host_attention_s)
 
     def _corrections(self) -> dict[str, float]:
         if self.scheduler.predictor is None:

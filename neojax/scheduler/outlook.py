@@ -19,7 +19,7 @@ from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import Request
 from neojax.scheduler.worth import decode_token_s, device_only_s
 
-MIN_GAIN = 1.05
+MIN_GAIN = 1.15
 """The host must be worth so much more than the device alone, or requests wait for the device:
 predictions have errors, and a request on the host is slower than its neighbours."""
 
