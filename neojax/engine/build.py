@@ -273,10 +273,10 @@ def _host_pool_bytes(config: EngineConfig) -> float:
 def resolve_rolling_rows(config: EngineConfig, policy: OffloadPolicy, sizes: Sizes) -> int:
     """Rows of a group of ROLLING steps; 0 where there are none and need no programs.
 
-    On the CPU backend device and host are the same cores: only a policy that insists rolls there.
+    Only a policy that insists has them: a hop costs 50 us of a layer's 140 on an H200, and auto
+    served less with ROLLING steps than without (docs/measurements.md).
     """
-    wanted = jax.default_backend() == "gpu" if policy.rolls is None else policy.rolls
-    return min(ROLLING_ROWS, config.max_num_seqs) if wanted and sizes.num_host_blocks else 0
+    return min(ROLLING_ROWS, config.max_num_seqs) if policy.rolls and sizes.num_host_blocks else 0
 
 
 def resolve_layers_per_program(config: EngineConfig, num_layers: int) -> int:

@@ -50,6 +50,9 @@ class Auto(OffloadPolicy):
             return super().choose(offer, now)
         if now.rolling_rows:
             return rolling_choice(offer, now)
+        to_host = any(chunk.placement is Placement.HOST for chunk in offer.chunks)
+        if not (offer.host_decodes or to_host or now.outlook.num_host_rows):
+            return super().choose(offer, now)  # nothing to weigh: as device-only
         return _Choosing(offer, now, now.predictor).best()
 
     def wants_back(self, now: Situation) -> bool:

@@ -13,7 +13,7 @@ from neojax.scheduler.situation import Situation
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_STEPS = 32
+MAX_WAIT_STEPS = 128
 """Steps that a host row or a prompt on its way to the host is passed over at most."""
 
 
