@@ -74,8 +74,8 @@ class EngineConfig:
     """Append a JSON line to this file for each request that ends: arrival, placement, moves,
     times."""
     tpot_slo_ms: float = 300.0
-    """Longest time per output token that auto accepts for requests on the host. Default: about
-    the pace of a careful reader; below it, rolling steps are not considered."""
+    """Longest time per output token with which a policy that weighs rolling steps (none of
+    neojax's own does at present) considers them. Default: the pace of a careful reader."""
     layers_per_program: int | None = None
     """Layers in one compiled program of a DEVICE_ONLY step. Default: the largest divisor of the
     model's layers up to 8."""

@@ -17,7 +17,7 @@ MAX_LINES = 500
 TOP_LEVEL = {
     ".bazelrc", ".bazelversion", ".ci", ".clang-format", ".gitignore", ".pre-commit-config.yaml",
     "BUILD", "CHANGELOG.md", "CMakeLists.txt", "CONTRIBUTING.md", "LICENSE", "MODULE.bazel",
-    "README.md", "docs", "examples", "ffi", "models", "neojax", "pyproject.toml", "scripts",
+    "README.md", "docs", "ffi", "models", "neojax", "pyproject.toml", "scripts",
     "tests",
 }
 # fmt: on

@@ -67,7 +67,8 @@ inline void Assign(F16* to, float x) {
   uint32_t normal =
       (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
   uint32_t half = magnitude < 0x38800000u ? small : normal;
-  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520: beyond the largest
+  half =
+      magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520: beyond the largest
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
   to->bits = static_cast<uint16_t>(sign | half);
 }

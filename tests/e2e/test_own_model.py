@@ -1,4 +1,4 @@
-"""examples/gpt_neox.py: a Flax model that neojax does not know, served with host offload."""
+"""docs/examples/gpt_neox.py: a Flax model that neojax does not know, served with host offload."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples.gpt_neox import Config, GPTNeoX, Layer
+from docs.examples.gpt_neox import Config, GPTNeoX, Layer
 from neojax import LLM, SamplingParams
 from neojax.config import EngineConfig
 from neojax.models.decoder import check_decoder, load_model_class
@@ -23,7 +23,7 @@ from tests.models import golden_models
 from tests.models.attention import causal_attend
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
-MODEL_CLASS = "examples.gpt_neox:GPTNeoX"
+MODEL_CLASS = "docs.examples.gpt_neox:GPTNeoX"
 ROOT = Path(__file__).parents[2]
 
 
@@ -95,7 +95,7 @@ def test_it_is_served_with_its_cache_on_both_sides(checkpoint):
 
 def test_what_the_page_shows_is_what_the_example_says():
     page = (ROOT / "docs" / "bring_your_own_model.md").read_text(encoding="utf-8")
-    example = (ROOT / "examples" / "gpt_neox.py").read_text(encoding="utf-8")
+    example = (ROOT / "docs" / "examples" / "gpt_neox.py").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 3
     assert [block for block in blocks if block not in example] == []
@@ -152,7 +152,14 @@ def test_missing_parts_and_wrong_types_are_named(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing:There", "examples.gpt_neox:Missing", "examples.gpt_neox:Config", "plain", ""]
+    "name",
+    [
+        "nothing:There",
+        "docs.examples.gpt_neox:Missing",
+        "docs.examples.gpt_neox:Config",
+        "plain",
+        "",
+    ],
 )
 def test_a_class_that_is_not_there_is_an_error_with_the_form(name, tmp_path):
     with pytest.raises(ValueError, match=r"cannot be loaded: .* It is module:Class"):

@@ -173,7 +173,7 @@ GPT_NEOX: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""The model of examples/gpt_neox.py, which is none of neojax's own."""
+"""The model of docs/examples/gpt_neox.py, which is none of neojax's own."""
 
 
 def gpt_neox_weights(seed: int = 0) -> dict[str, np.ndarray]:

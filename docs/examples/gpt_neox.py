@@ -1,6 +1,6 @@
 """GPT-NeoX (Pythia) in Flax, served by neojax though neojax knows nothing of it.
 
-    python -m neojax.serve /models/pythia-410m --model-class examples.gpt_neox:GPTNeoX
+    python -m neojax.serve /models/pythia-410m --model-class docs.examples.gpt_neox:GPTNeoX
 
 Its layers have layer norms with biases, attention and MLP side by side, and rotate a part of each
 head. docs/bring_your_own_model.md explains what neojax asks of it.
