@@ -23,6 +23,9 @@ from neojax.ops.attention import TILE, Decodes, NewRows, Tiles
 
 # Finite, so that a masked score never makes NEG - NEG a NaN.
 NEG = -1e30
+# The maximum of a row that has seen no key. Were it NEG * scale, a fused multiply-add would leave
+# the rounding error of that product, 1e22, in the exponent.
+NOTHING_SEEN = -1e20
 LOG2E = math.log2(math.e)
 ROWS = 128
 """Query rows per prefill program: two warp groups' worth of matrix instructions."""
@@ -462,7 +465,7 @@ class _Accumulate(NamedTuple):
 
     def _add(self, s: jax.Array, v: jax.Array, carry: Any) -> Any:
         top, total, acc = carry
-        new_top = jnp.maximum(top, s.max(axis=1) * self.scale)
+        new_top = jnp.maximum(jnp.maximum(top, NOTHING_SEEN), s.max(axis=1) * self.scale)
         weights = jnp.exp2(s * self.scale - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + weights.sum(axis=1)
