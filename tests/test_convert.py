@@ -196,9 +196,9 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, to):
     out = tmp_path / "out" / "model"
     result = convert_with_a_full_disk(source, out, to, 100_000, 10**9)
     assert result.returncode == 1
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("neojax: ")
-    assert str(tmp_path / "out") in last
+    # Orbax's threads may have the last word, about an event loop that is closed.
+    (said,) = (line for line in result.stderr.splitlines() if line.startswith("neojax: "))
+    assert str(tmp_path / "out") in said
     assert list((tmp_path / "out").iterdir()) == []
 
 
