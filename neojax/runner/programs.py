@@ -105,8 +105,7 @@ class Programs:
             yield of("layers", a.layers[:group], a.pools[:group], packed, x, function=function)
         if Mode.PIPELINED not in self.modes:
             return
-        width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        rows = spec((num_tokens, width), a.dtype)
+        rows = spec((num_tokens, model.row_width), a.dtype)
         attended = (
             spec((num_tokens, model.num_heads, model.head_dim), a.dtype) if num_tokens else None
         )

@@ -167,10 +167,8 @@ def _layer(
 def park(stages: Stages, x: Float[Array, "c D"]) -> Parked:
     """A group without rows: what each layer has before the first step."""
     assert stages.channel is not None
-    model = stages.model
-    width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     ticket, x = host_attention.start(
-        jnp.zeros((len(x), width), x.dtype),
+        jnp.zeros((len(x), stages.model.row_width), x.dtype),
         jnp.zeros(3, jnp.int32),
         x,
         lane=stages.channel.lane,

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -281,38 +281,47 @@ class Runner:
                     lanes.run_rolling(self._state, batch, self.config.layers_per_program)
 
     def _rolling_batch(self, plan: Plan) -> Batch:
-        b0, entering = plan.b0, plan.rolling.entering
-        has_chunks = bool(b0.chunks)
-        tokens = self._buckets.padded(Mode.ROLLING, b0.num_device_tokens, has_chunks=has_chunks)
-        shape = Shape(tokens, self.config.rolling_rows)
-        programs = self._programs[shape, DEEP]
-        assert self.host is not None
-        plan_index = self.host.next_plan
-        rows = dataclasses.replace(b0, host_decodes=entering)
-        packed, host_plan = programs.stages.layout.pack(rows, plan_index, plan.rolling.leaving)
-        if host_plan is not None:
-            self.host.put_plan(host_plan, self.geometry.num_layers)
-        self._register.advance(entering, plan_index)
-        self._register.write(programs.stages.layout.views(packed)["rolling"])
-        num_blocks = max((len(row.blocks) for row in b0.decodes), default=0)
-        made = Batch(
-            programs,
-            packed,
-            self._buckets.attention(Mode.ROLLING, shape, num_blocks, has_chunks=has_chunks),
-            _head_of(plan.rows),
-            has_host_chunks=bool(b0.host_chunks),
+        b0, (entering, leaving) = plan.b0, (plan.rolling.entering, plan.rolling.leaving)
+        tokens = self._buckets.padded(
+            Mode.ROLLING, b0.num_device_tokens, has_chunks=bool(b0.chunks)
         )
-        return self._with_full_head(made, b0, plan.rows)
+        shape = Shape(tokens, self.config.rolling_rows)
+        rows = dataclasses.replace(b0, host_decodes=entering)
+        batch = self._filled(Mode.ROLLING, rows, shape, DEEP, completes=plan.rows, leaving=leaving)
+        meta = batch.programs.stages.layout.views(batch.packed)
+        self._register.advance(entering, int(meta["scalars"][0]))
+        self._register.write(meta["rolling"])
+        return batch
 
     def _batch(self, mode: Mode, batch: SubBatch, index: int) -> Batch:
+        shape = self._buckets.shape(
+            mode,
+            batch.num_device_tokens,
+            len(batch.host_decodes),
+            has_chunks=bool(batch.chunks),
+        )
+        return self._filled(mode, batch, shape, index, completes=batch.rows)
+
+    def _filled(
+        self,
+        mode: Mode,
+        batch: SubBatch,
+        shape: Shape,
+        index: int,
+        *,
+        completes: Iterable[Row],
+        leaving: Sequence[Row] = (),
+    ) -> Batch:
+        """A sub-batch packed for the programs of a shape; the host lane gets its part.
+
+        completes: the rows that may sample. leaving: of a ROLLING step.
+        """
+        completes = list(completes)
         has_chunks = bool(batch.chunks)
         num_blocks = max((len(row.blocks) for row in batch.decodes), default=0)
-        shape = self._buckets.shape(
-            mode, batch.num_device_tokens, len(batch.host_decodes), has_chunks=has_chunks
-        )
         programs = self._programs[shape, index]
         plan_index = 0 if self.host is None else self.host.next_plan
-        packed, host_plan = programs.stages.layout.pack(batch, plan_index)
+        packed, host_plan = programs.stages.layout.pack(batch, plan_index, leaving)
         if host_plan is not None:
             assert self.host is not None
             self.host.put_plan(host_plan, self.geometry.num_layers)
@@ -320,10 +329,10 @@ class Runner:
             programs,
             packed,
             self._buckets.attention(mode, shape, num_blocks, has_chunks=has_chunks),
-            _head_of(batch.rows),
+            _head_of(completes),
             has_host_chunks=bool(batch.host_chunks),
         )
-        return self._with_full_head(made, batch, batch.rows)
+        return self._with_full_head(made, batch, completes)
 
     def _with_full_head(self, made: Batch, batch: SubBatch, rows: Iterable[Row]) -> Batch:
         """With what a full head needs, if it is one. rows: all that the step completes."""

@@ -50,6 +50,11 @@ class ModelParts:
     head_dim: int
     window: int | None  # tokens that each token looks back; None: all
 
+    @property
+    def row_width(self) -> int:
+        """Elements of a token's q, k and v."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Channel:
