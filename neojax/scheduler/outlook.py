@@ -51,6 +51,15 @@ class Mix:
         """Mean length while it decodes."""
         return self.prompt_tokens + self.output_tokens / 2
 
+    def decodes(self, num_rows: int) -> Load:
+        """So many of it that decode on the device."""
+        return Load(num_decodes=num_rows, decode_context=int(num_rows * self.context))
+
+    def chunks(self, num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """So many prefill tokens: one chunk a prompt, with attention as over whole prompts."""
+        count = max(1, round(num_tokens / self.prompt_tokens))
+        return ((num_tokens // count, int(self.prompt_tokens)),) * count if num_tokens else ()
+
 
 class Outlook:
     """The best steady state known, renewed by `look`."""
@@ -127,15 +136,13 @@ class Outlook:
         rows = self.num_device_rows
         if not rows:
             return 0.0
-        decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
+        decodes = mix.decodes(rows)
         seconds = self._predictor.seconds
         without = seconds(Mode.DEVICE_ONLY, decodes)
         rates = [0.0]
         room = self._limits.max_num_batched_tokens - rows
         for chunk in {min(int(mix.prompt_tokens), room), room} if room > 0 else ():
-            count = max(1, round(chunk / mix.prompt_tokens))
-            chunks = ((chunk // count, int(mix.prompt_tokens)),) * count
-            with_chunk = seconds(Mode.DEVICE_ONLY, decodes._replace(chunks=chunks))
+            with_chunk = seconds(Mode.DEVICE_ONLY, decodes._replace(chunks=mix.chunks(chunk)))
             rates.append(rows / (without + self.prompt_tokens / chunk * (with_chunk - without)))
         return max(rates)
 
@@ -148,17 +155,14 @@ class Outlook:
         prefill = int(useful * mix.prompt_tokens / mix.output_tokens / share)
         if prefill + rows + host_rows > limits.max_num_batched_tokens:
             return Regime(0.0, 0)
-        # One chunk stands for those of several prompts: attention as over whole prompts.
-        count = max(1, round(prefill / mix.prompt_tokens))
-        chunks = ((prefill // count, int(mix.prompt_tokens)),) * count if prefill else ()
         on_host = host_rows * share / useful if host_rows else 0.0
         is_split = prefill < mix.prompt_tokens
-        device = Load(
-            chunks, rows, int(rows * mix.context),
+        decodes = mix.decodes(rows)
+        device = decodes._replace(
+            chunks=mix.chunks(prefill),
             store_tokens=int(on_host * prefill),
             fetch_tokens=int(on_host * mix.prompt_tokens / 2) if is_split else 0,
-        )  # fmt: skip
-        decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
+        )
         without = self._predictor.seconds(Mode.DEVICE_ONLY, decodes) if rows else 0.0
         if not host_rows:
             with_chunk = self._predictor.seconds(Mode.DEVICE_ONLY, device)
@@ -177,9 +181,7 @@ class Outlook:
         prefill = int(useful * mix.prompt_tokens / mix.output_tokens / share)
         if prefill + rows > limits.max_num_batched_tokens:
             return Regime(0.0, 0)
-        decodes = Load(num_decodes=rows, decode_context=int(rows * mix.context))
-        count = max(1, round(prefill / mix.prompt_tokens))
-        chunks = ((prefill // count, int(mix.prompt_tokens)),) * count if prefill else ()
+        decodes, chunks = mix.decodes(rows), mix.chunks(prefill)
         on_host = int(prefill * group_rows / useful)
         host = group_rows, group_rows * mix.context
         seconds = [
