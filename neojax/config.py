@@ -73,9 +73,6 @@ class EngineConfig:
     request_log: str | None = None
     """Append a JSON line to this file for each request that ends: arrival, placement, moves,
     times."""
-    tpot_slo_ms: float = 300.0
-    """Longest time per output token with which a policy that weighs rolling steps (none of
-    neojax's own does at present) considers them. Default: the pace of a careful reader."""
     layers_per_program: int | None = None
     """Layers in one compiled program of a DEVICE_ONLY step. Default: the largest divisor of the
     model's layers up to 8."""

@@ -120,7 +120,6 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         can_swap=runner.host is not None,
         swap_in_threshold=config.swap_in_threshold,
         swap_out_threshold=config.swap_out_threshold,
-        tpot_slo_s=config.tpot_slo_ms / 1e3,
     )
     scheduler = Scheduler(limits, policy, costs)
     check_policy(policy.placements, config.offload_policy, scheduler)

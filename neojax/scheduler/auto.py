@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 
 from neojax.scheduler.balance import best_split
-from neojax.scheduler.baselines import rolling_choice
 from neojax.scheduler.offer import Choice, Chunk, Offer
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.policy import OffloadPolicy
@@ -35,7 +34,6 @@ class Auto(OffloadPolicy):
 
     name = "auto"
     placements = (Placement.DEVICE, Placement.HOST)
-    rolls = None
 
     def place(
         self, request: Request, possible: Sequence[Placement], room: Sequence[Placement],
@@ -48,8 +46,6 @@ class Auto(OffloadPolicy):
     def choose(self, offer: Offer, now: Situation) -> Choice:
         if now.predictor is None or now.outlook is None:
             return super().choose(offer, now)
-        if now.rolling_rows:
-            return rolling_choice(offer, now)
         to_host = any(chunk.placement is Placement.HOST for chunk in offer.chunks)
         if not (offer.host_decodes or to_host or now.outlook.num_host_rows):
             return super().choose(offer, now)  # nothing to weigh: as device-only
@@ -58,8 +54,6 @@ class Auto(OffloadPolicy):
     def wants_back(self, now: Situation) -> bool:
         if now.outlook is None:
             return False
-        if now.rolling_rows:
-            return True  # the oldest go where they are fast, and younger ones take their places
         return now.num_host > now.outlook.num_host_rows or not now.num_waiting
 
 

@@ -22,18 +22,6 @@ class Full(OffloadPolicy):
     placements = (Placement.HOST,)
 
 
-def rolling_choice(offer: Offer, now: Situation) -> Choice:
-    """What a ROLLING step runs: prefill in pieces that leave the host rows their pace.
-
-    While the device has rows to gain, prefill comes first.
-    """
-    limit = offer.num_tokens
-    outlook = now.outlook
-    if outlook is not None and outlook.chunk_tokens and now.num_device >= outlook.num_device_rows:
-        limit = min(limit, outlook.chunk_tokens)
-    return Choice(offer.trimmed(limit), reason="host rows ride along")
-
-
 class RollingLane(OffloadPolicy):
     """The device while it has blocks, then the host, whose rows ride in the device's batch."""
 
@@ -42,7 +30,16 @@ class RollingLane(OffloadPolicy):
     rolls = True
 
     def choose(self, offer: Offer, now: Situation) -> Choice:
-        return rolling_choice(offer, now)
+        """Prefill in pieces that leave the host rows their pace.
+
+        While the device has rows to gain, prefill comes first.
+        """
+        limit, outlook = offer.num_tokens, now.outlook
+        is_full = outlook is not None and now.num_device >= outlook.num_device_rows
+        if outlook is not None and outlook.chunk_tokens and is_full:
+            limit = min(limit, outlook.chunk_tokens)
+        return Choice(offer.trimmed(limit), reason="host rows ride along")
 
     def wants_back(self, now: Situation) -> bool:
+        """The oldest go where they are fast, and younger ones take their places."""
         return True

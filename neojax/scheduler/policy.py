@@ -21,9 +21,8 @@ class OffloadPolicy:
     name: ClassVar[str]
     placements: ClassVar[tuple[Placement, ...]]
     """Where requests may live, the preferred side first."""
-    rolls: ClassVar[bool | None] = False
-    """Whether host rows advance by one layer per step, in ROLLING steps; None: where that serves
-    most, by the cost tables."""
+    rolls: ClassVar[bool] = False
+    """Whether host rows advance by one layer per step, in ROLLING steps."""
     needs_costs: ClassVar[bool] = False
     """Whether it cannot work without cost tables."""
 

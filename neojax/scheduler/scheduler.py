@@ -261,12 +261,10 @@ class Scheduler:
 
     def _rows_of_a_group(self) -> int:
         """Of those that enter in a ROLLING step; 0 for no such steps."""
-        if self.policy.rolls is False or not self.limits.rolling_rows:
+        if not self.policy.rolls:
             return 0
         if self._group_size is None or self._outlook is None:
-            return self.limits.rolling_rows if self.policy.rolls else 0
-        if self.policy.rolls is None and not self._outlook.rolling_rows:
-            return 0
+            return self.limits.rolling_rows
         return self._group_size.fitting(itertools.repeat(int(self._outlook.mean_context)))
 
     def _offer(self, device: list[Request], decodes: list[Request], now: Situation) -> Offer:
