@@ -23,8 +23,6 @@ from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.swapping import Swapping
 
-SWAP_TOKENS = 2048
-
 
 class EveryStep(Swapping):
     """Moves one request out and in again, step by step, so that it never has a row."""
@@ -110,22 +108,24 @@ def pinned_rates(num_bytes: int) -> tuple[float, float]:
     return statistics.median(rates[0]), statistics.median(rates[1])
 
 
-def swap_figures(engine: EngineCore, batch: int = 64, num_steps: int = 60) -> dict[str, float]:
-    """A request of 2048 tokens that moves in every step: alone, and beside `batch` decodes."""
+def swap_figures(
+    engine: EngineCore, tokens: int, batch: int, context: int, num_steps: int = 60
+) -> dict[str, float]:
+    """A request of `tokens` tokens that moves in every step: alone, and beside `batch` decodes."""
     g = engine.runner.geometry
-    num_bytes = -(-SWAP_TOKENS // g.block_size) * g.block_bytes
+    num_bytes = -(-tokens // g.block_size) * g.block_bytes
     down, up = pinned_rates(num_bytes)
     engine.set_policy("auto")
     with swapping(engine) as swaps:
-        add(engine, "moves", 1, SWAP_TOKENS - 1)
+        add(engine, "moves", 1, tokens - 1)
         until(engine, lambda plan: bool(plan.b0.decodes))
         swaps.moving = "moves0"
         step_ms(engine, 6)
         alone = step_ms(engine, num_steps)
         swaps.moving = None
         end(engine)
-        add(engine, "stays", batch, 1000)
-        add(engine, "moves", 1, SWAP_TOKENS - 1)
+        add(engine, "stays", batch, context)
+        add(engine, "moves", 1, tokens - 1)
         until(engine, lambda plan: len(plan.b0.decodes) == batch + 1)
         swaps.moving = "moves0"
         step_ms(engine, 6)
@@ -152,10 +152,12 @@ def swap_figures(engine: EngineCore, batch: int = 64, num_steps: int = 60) -> di
     return found
 
 
-def host_time(engine: EngineCore, batch: int, num_steps: int = 60) -> dict[str, float]:
+def host_time(
+    engine: EngineCore, batch: int, context: int, num_steps: int = 60
+) -> dict[str, float]:
     """A decode step: the host's part, the device's, and how long the device idles between steps."""
     engine.set_policy("auto")
-    add(engine, "r", batch, 1000, seed=batch)
+    add(engine, "r", batch, context, seed=batch)
     until(engine, lambda plan: len(plan.b0.decodes) == batch)
     step_ms(engine, 6)
     waits, walls = [], []
@@ -181,7 +183,7 @@ def host_time(engine: EngineCore, batch: int, num_steps: int = 60) -> dict[str, 
     host = 1e3 * statistics.median(np.subtract(walls, waits).tolist())
     plan = until(engine, lambda plan: True)
     runner = engine.runner
-    one = runner._batch(plan.b0, 0)
+    one = runner._batch(plan.mode, plan.b0, 0)
     group = runner.config.layers_per_program
 
     def device(count: int) -> float:
@@ -204,17 +206,19 @@ def host_time(engine: EngineCore, batch: int, num_steps: int = 60) -> dict[str, 
     return found
 
 
-def random_load(engine: EngineCore, seconds: float) -> dict[str, int]:
+def random_load(
+    engine: EngineCore, seconds: float, max_prompt: int, max_output: int
+) -> dict[str, int]:
     """Requests of every length and kind on both sides, some aborted, and what was compiled."""
     rng = np.random.default_rng()
     deadline = time.monotonic() + seconds
     count, steps, before = 0, 0, engine.runner.num_compiles
     while time.monotonic() < deadline:
         if rng.random() < 0.3 or not engine.has_work:
-            prompt = rng.integers(0, engine.vocab_size, int(rng.integers(1, 3000))).tolist()
+            prompt = rng.integers(0, engine.vocab_size, int(rng.integers(1, max_prompt))).tolist()
             params = SamplingParams(
                 temperature=float(rng.choice([0.0, 0.7])), top_k=int(rng.choice([0, 40])),
-                max_tokens=int(rng.integers(1, 300)), seed=count, ignore_eos=True,
+                max_tokens=int(rng.integers(1, max_output)), seed=count, ignore_eos=True,
                 kv_placement=str(rng.choice(["auto", "host", "device"])),
             )  # fmt: skip
             engine.add_request(f"load{count}", prompt, params)
