@@ -11,6 +11,7 @@ from neojax.scheduler.offer import Chunk
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request, RequestState
 from neojax.scheduler.situation import Situation
+from neojax.scheduler.standing import Standing
 
 GROUPS_TO_ENTER = 3
 """A row enters again in the second step after it left; one group more, so that none is short."""
@@ -58,7 +59,7 @@ class Admission:
     """
 
     def __init__(
-        self, policy: OffloadPolicy, memory: Memory, now: Situation, running: Iterable[Request]
+        self, policy: OffloadPolicy, memory: Memory, now: Situation, standing: Standing
     ) -> None:
         self._policy = policy
         self._memory = memory
@@ -68,28 +69,29 @@ class Admission:
         # Requests that were swapped out, and do not run where they are, come before new ones.
         are_out = now.num_host > 0 and Placement.HOST not in policy.placements
         self._blocked: set[Placement] = set(Placement) if are_out else set()
-        self._free: dict[Placement, int] = {}
-        for placement, pool in memory.pools.items():
-            # Each running request is about to grow: without a block in hand for each of them, a
-            # newcomer would soon be preempted again.
-            headroom = sum(r.placement is placement for r in running)
-            self._free[placement] = pool.num_free - headroom
+        # Each running request is about to grow: without a block in hand for each of them, a
+        # newcomer would soon be preempted again.
+        self._free = {
+            Placement.DEVICE: memory.pools[Placement.DEVICE].num_free - standing.num_device,
+            Placement.HOST: memory.pools[Placement.HOST].num_free - standing.num_host,
+        }
         # With ROLLING steps, a group is under way in each layer, and some wait to enter.
         rolling = (now.limits.num_layers + GROUPS_TO_ENTER) * now.rolling_rows
         self._num_host = rolling - now.num_host if rolling else now.limits.max_num_seqs
 
     def chunks(self, requests: Iterable[Request], budget: int) -> list[Chunk]:
-        """Chunks of these requests, in their order, for so many tokens in all."""
+        """Chunks of these requests, in their order, for so many tokens in all.
+
+        requests: running ones that have tokens to compute before they decode, then waiting ones.
+        """
         chunks: list[Chunk] = []
         for request in requests:
             if budget <= 0 or len(chunks) >= self._now.limits.max_num_chunks:
                 break
             is_new = request.state is RequestState.WAITING
-            if not is_new and (request.is_decoding or request.num_remaining == 0):
-                continue
             placement = self._admissible(request) if is_new else request.placement
             if placement is None:
-                if len(self._blocked) == len(self._free):
+                if self._blocked.issuperset(self._policy.placements):
                     break
                 continue
             n = min(request.num_remaining, budget)

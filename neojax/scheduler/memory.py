@@ -28,7 +28,8 @@ class Memory:
 
     def lacks(self, request: Request) -> int:
         """Blocks to allocate before the request's newest token has a place."""
-        return max(0, self.num_blocks(request.num_tokens) - len(request.blocks))
+        missing = request.num_tokens - len(request.blocks) * self._block_size
+        return self.num_blocks(missing) if missing > 0 else 0
 
     def start(self, request: Request, placement: Placement) -> None:
         """Give a request its slot, and the blocks of all its tokens.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from neojax.scheduler.request import Placement, Progress, Request
 
@@ -20,8 +21,7 @@ class Mode(enum.StrEnum):
     """One batch; groups of host rows ride in it and advance by one layer per step."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class Row(NamedTuple):
     """The part of a request that one step computes."""
 
     request: Request

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from neojax.scheduler.corrections import Corrections
 from neojax.scheduler.costs import CostTables
-from neojax.scheduler.plan import Mode, Plan, Prediction, SubBatch
+from neojax.scheduler.plan import Mode, Prediction, SubBatch, Swap
 
 
 class Load(NamedTuple):
@@ -181,13 +181,15 @@ class Predictor:
         times = self.layer_times(Mode.PIPELINED, b0, b1)
         return self._step(Mode.PIPELINED, paper_period(times), b0, b1)
 
-    def predict(self, plan: Plan, device_only_s: float | None = None) -> Prediction:
-        """A plan's seconds, term by term."""
-        b0, b1 = Load.of(plan.b0), Load.of(plan.b1)
+    def predict(
+        self, mode: Mode, b0: Load, b1: Load = IDLE, swaps: Iterable[Swap] = (),
+        device_only_s: float | None = None,
+    ) -> Prediction:  # fmt: skip
+        """A step's seconds, term by term."""
         moved = {True: 0, False: 0}
-        for swap in plan.swaps:
+        for swap in swaps:
             moved[swap.is_out] += swap.num_tokens
-        c, mode = self.tables, plan.mode
+        c = self.tables
         times = self.layer_times(mode, b0, b1, moved[True], moved[False])
         hop = c.hop(b0.num_host_rows) + c.hop(b1.num_host_rows)
         fetch = c.fetch(b0.fetch_tokens)

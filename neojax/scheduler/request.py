@@ -88,16 +88,19 @@ class Request:
     """By position, as far as it is known and was asked for; the first token's is None."""
     finish_reason: str | None = None
     stop_reason: int | None = None
+    num_tokens: int = dataclasses.field(init=False)
+    """Prompt, outputs read, and outputs sampled by steps still in flight."""
+    most_tokens: int = dataclasses.field(init=False)
+    """What `num_tokens` may grow to."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+        self.most_tokens = len(self.prompt_ids) + self.max_tokens
 
     @property
     def order(self) -> tuple[int, int]:
         """Place in the queues: by priority, the lower first, then by arrival."""
         return self.params.priority, self.arrival
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt, outputs read, and outputs sampled by steps still in flight."""
-        return len(self.prompt_ids) + len(self.output_ids) + self.num_pending
 
     @property
     def num_remaining(self) -> int:
@@ -109,12 +112,31 @@ class Request:
         """Whether another token may still be sampled now."""
         if self.constraint is not None and self.num_pending:
             return False
-        return len(self.output_ids) + self.num_pending < self.max_tokens
+        return self.num_tokens < self.most_tokens
 
     @property
     def is_decoding(self) -> bool:
         """Only the newest token is missing from the KV cache."""
-        return self.num_remaining == 1 and self.progress.token > 0
+        computed = self.progress.token
+        return computed > 0 and self.num_tokens == computed + 1
+
+    def expect_token(self) -> None:
+        """A step that samples its next token was enqueued."""
+        self.num_pending += 1
+        self.num_tokens += 1
+
+    def receive(self, token: int | None) -> None:
+        """The oldest token expected has been read; None: it is void."""
+        self.num_pending -= 1
+        if token is None:
+            self.num_tokens -= 1
+        else:
+            self.output_ids.append(token)
+
+    def expect_nothing(self) -> None:
+        """No step in flight will be read."""
+        self.num_tokens -= self.num_pending
+        self.num_pending = 0
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Ids of positions [start, stop); -1 where the token is still on the device."""

@@ -58,8 +58,7 @@ class RollingGroups:
         leaving = self._groups.pop() if self._groups else ()
         self._groups.appendleft(entering)
         return tuple(
-            dataclasses.replace(
-                row,
+            row._replace(
                 samples=row.request.state is RequestState.RUNNING
                 and row.epoch == row.request.num_preemptions,
             )

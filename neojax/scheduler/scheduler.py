@@ -10,32 +10,27 @@ import bisect
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 
 from neojax.scheduler.admission import Admission, possible_placements, why_never
 from neojax.scheduler.block_pool import BlockPool
 from neojax.scheduler.costs import CostTables
+from neojax.scheduler.forecast import Forecast
 from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.memory import Memory
 from neojax.scheduler.offer import Chunk, Offer
-from neojax.scheduler.outlook import Outlook
-from neojax.scheduler.plan import Mode, Move, Plan, Prediction, Rolling, Row, SubBatch
+from neojax.scheduler.plan import Mode, Move, Plan, Rolling, Row, SubBatch
 from neojax.scheduler.policy import OffloadPolicy
-from neojax.scheduler.prediction import Load, Predictor
+from neojax.scheduler.prediction import Predictor
 from neojax.scheduler.request import START, Placement, Progress, Request, RequestState
-from neojax.scheduler.rolling import GroupSize, RollingGroups
+from neojax.scheduler.rolling import RollingGroups
 from neojax.scheduler.situation import Situation
+from neojax.scheduler.standing import Standing
 from neojax.scheduler.supervision import Supervision
 from neojax.scheduler.swapping import Swapping
-from neojax.scheduler.worth import decode_token_s, device_only_s
 
 log = logging.getLogger(__name__)
-
-STEPS_BETWEEN_LOOKS = 16
-"""The outlook is of the long run: it need not be renewed at every step."""
-
-LOOK_SAMPLE = 64
-"""Requests that stand for all in the outlook."""
 
 
 class Scheduler:
@@ -49,7 +44,7 @@ class Scheduler:
         self, limits: SchedulerLimits, policy: OffloadPolicy, costs: CostTables | None = None
     ) -> None:
         self.limits = limits
-        self.predictor = None if costs is None else Predictor(costs)
+        self._forecast = None if costs is None else Forecast(costs, limits)
         self.waiting: list[Request] = []  # by priority and arrival
         self.running: list[Request] = []  # by priority and arrival
         self.num_preemptions = 0
@@ -58,16 +53,17 @@ class Scheduler:
         self._memory = Memory(limits)
         self._swapping = Swapping(limits, self._memory)
         self._supervision = Supervision(limits)
-        self._outlook = None if self.predictor is None else Outlook(self.predictor, limits)
         self._rolling = RollingGroups(limits.num_layers)
-        self._group_size: GroupSize | None = None
-        if limits.rolling_rows and self.predictor is not None and self.predictor.knows_rolling:
-            self._group_size = GroupSize(self.predictor, limits)
         self._requests: dict[str, Request] = {}
         self._moves: list[Move] = []  # since the newest plan
         self._step = 0  # newest step given out
         self._completed = 0  # newest step known to have completed
         self.set_policy(policy)
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What steps cost; None without cost tables."""
+        return None if self._forecast is None else self._forecast.predictor
 
     @property
     def pools(self) -> dict[Placement, BlockPool]:
@@ -124,22 +120,27 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run until a step in flight completes."""
         step = self._step + 1
-        now = self._look(step)
-        swaps = self._swapping.schedule(step, self.running, self.policy, now)
+        standing = Standing.of(self.running)
+        now = self._look(step, standing)
+        swaps = self._swapping.schedule(step, self.running, standing, self.policy, now)
         for swap in swaps:
             self.num_swapped[swap.placement_to] += 1
             reason = "the device is full" if swap.is_out else "the device has room"
             self._moves.append(Move(swap.request, swap.placement_to, reason))
         moving = {swap.request for swap in swaps}
-        decodes = [r for r in self.running if r not in moving and r.is_decoding and r.wants_more]
-        device = self._grown([r for r in decodes if r.placement is Placement.DEVICE])
-        offer = self._offer(device, decodes, now)
+        if moving:
+            standing = Standing.of(self.running, moving)
+        num_preemptions = self.num_preemptions
+        device = self._grown(standing.device_decodes)
+        if self.num_preemptions > num_preemptions:
+            standing = Standing.of(self.running, moving)
+        offer = self._offer(device, standing, now)
         choice = self._supervision.checked(step, offer, self.policy, now)
         host = set(self._grown([*choice.host0, *choice.host1]))
         host0, host1 = ([r for r in rows if r in host] for rows in (choice.host0, choice.host1))
         if host1 and not (host0 or device or choice.chunks):
             host0, host1 = host1, host0  # rows of b0 could not grow
-        entering = self._entering(now)
+        entering = self._entering(standing.host_decodes) if now.rolling_rows else []
         started = self._started(choice.chunks)
         device = [r for r in device if r.placement is Placement.DEVICE]  # not preempted since
         rolls = bool(entering or self._rolling)
@@ -167,10 +168,9 @@ class Scheduler:
             reason=choice.reason,
         )
         self._moves = []
-        if self.predictor is not None and (
-            mode is not Mode.ROLLING or self._group_size is not None
-        ):
-            plan = dataclasses.replace(plan, prediction=self._prediction(plan, self.predictor))
+        if self._forecast is not None:
+            groups = self._rolling.loads if rolls else ()
+            plan = dataclasses.replace(plan, prediction=self._forecast.of(plan, groups))
         self._advance(plan)
         return plan
 
@@ -188,13 +188,14 @@ class Scheduler:
         advanced: list[Request] = []
         for row, token in zip(plan.sampled_rows, tokens, strict=True):
             request = row.request
-            request.num_pending -= 1
             if request.state is RequestState.FINISHED:
+                request.receive(None)
                 continue
             if token < 0:
+                request.receive(None)
                 self._finish(request, "error")
                 continue
-            request.output_ids.append(token)
+            request.receive(token)
             advanced.append(request)
             if token in request.stop_ids:
                 request.stop_reason = token
@@ -223,7 +224,7 @@ class Scheduler:
         for held in self._rolling.clear():
             self._memory.retire(held, self._step)
         for request in list(self.running):
-            request.num_pending = 0
+            request.expect_nothing()
             was_moving = request.moved_step is not None and request.moved_step > self._completed
             if request.placement is Placement.DEVICE or was_moving:
                 self._preempt(request, "a step failed")
@@ -232,49 +233,47 @@ class Scheduler:
                 done = bool(request.output_ids) and request.num_resident >= known - 1
                 request.progress = Progress(known - 1, 0) if done else START
         for request in self.waiting:
-            request.num_pending = 0
+            request.expect_nothing()
         self.release(self._step)
 
     def check_integrity(self) -> None:
         """Invariants of the pools and queues; cheap enough for every idle moment and test."""
         self._memory.check_integrity([*self.running, *self._rolling.held])
         assert len(self._requests) == len(self.running) + len(self.waiting)
+        for request in self._requests.values():
+            outputs = len(request.output_ids) + request.num_pending
+            assert request.num_tokens == len(request.prompt_ids) + outputs
 
-    def _look(self, step: int) -> Situation:
-        on_host = sum(r.placement is Placement.HOST for r in self.running)
-        if self._outlook is not None and step % STEPS_BETWEEN_LOOKS == 1:
+    def _look(self, step: int, standing: Standing) -> Situation:
+        forecast = self._forecast
+        if forecast is not None:
             everybody = itertools.chain(self.running, self.waiting)
-            self._outlook.look(
-                itertools.islice(everybody, LOOK_SAMPLE),
-                len(self._requests),
-                self.pools[Placement.DEVICE].limit,
-            )
+            device = self.pools[Placement.DEVICE]
+            forecast.look(step, everybody, len(self._requests), device.limit)
         return Situation(
             limits=self.limits,
-            num_device=len(self.running) - on_host,
-            num_host=on_host,
+            num_device=standing.num_device,
+            num_host=standing.num_host,
             num_waiting=len(self.waiting),
             predictor=self.predictor,
-            outlook=self._outlook,
-            rolling_rows=self._rows_of_a_group(),
+            outlook=None if forecast is None else forecast.outlook,
+            rolling_rows=self._rows_of_a_group() if self.policy.rolls else 0,
         )
 
-    def _rows_of_a_group(self) -> int:
-        """Of those that enter in a ROLLING step; 0 for no such steps."""
-        if not self.policy.rolls:
-            return 0
-        if self._group_size is None or self._outlook is None:
+    def _rows_of_a_group(self, contexts: Iterable[int] | None = None) -> int:
+        """How many rows of these contexts, or of the usual one, enter together."""
+        if self._forecast is None:
             return self.limits.rolling_rows
-        return self._group_size.fitting(itertools.repeat(int(self._outlook.mean_context)))
+        return self._forecast.rolling_rows(contexts)
 
-    def _offer(self, device: list[Request], decodes: list[Request], now: Situation) -> Offer:
+    def _offer(self, device: list[Request], standing: Standing, now: Situation) -> Offer:
         budget = self.limits.max_num_batched_tokens - len(device)
         host: list[Request] = []
         if Placement.HOST in self.policy.placements and not (now.rolling_rows or self._rolling):
-            on_host = [r for r in decodes if r.placement is Placement.HOST]
-            host = sorted(on_host, key=lambda r: r.served_step)  # stable: then by order
-        admission = Admission(self.policy, self._memory, now, self.running)
-        chunks = admission.chunks(itertools.chain(self.running, self.waiting), budget)
+            # Stable: those served last in the same step keep their order.
+            host = sorted(standing.host_decodes, key=operator.attrgetter("served_step"))
+        admission = Admission(self.policy, self._memory, now, standing)
+        chunks = admission.chunks(itertools.chain(standing.prefills, self.waiting), budget)
         return Offer(tuple(device), tuple(host), tuple(chunks), budget, self.limits.block_size)
 
     def _grown(self, requests: Sequence[Request]) -> list[Request]:
@@ -282,13 +281,15 @@ class Scheduler:
 
         The youngest of the same pool is preempted if need be, whether it is among them or not.
         """
-        limit = self.limits.max_num_batched_tokens
-        grown = [r for r in requests[:limit] if r.state is RequestState.RUNNING and self._grow(r)]
+        limit, memory = self.limits.max_num_batched_tokens, self._memory
+        grown = [
+            r
+            for r in requests[:limit]
+            if r.state is RequestState.RUNNING and (not memory.lacks(r) or self._grow(r))
+        ]
         return [r for r in grown if r.state is RequestState.RUNNING]
 
     def _grow(self, request: Request) -> bool:
-        if not self._memory.lacks(request):
-            return True
         assert request.placement is not None
         pool = self.pools[request.placement]
         if not pool.num_free and not pool.num_retired:
@@ -329,25 +330,15 @@ class Scheduler:
             self.num_placed[placement] += 1
         self._moves.append(Move(request, placement, "starts"))
 
-    def _entering(self, now: Situation) -> list[Row]:
+    def _entering(self, host_decodes: Sequence[Request]) -> list[Row]:
         """Host rows of the group that a ROLLING step takes in, the oldest first.
 
         A row enters only when its token has been read: one that turned out to have stopped would
         hold its blocks for as many steps as there are layers.
         """
-        if not now.rolling_rows:
-            return []
-        ready = [
-            r
-            for r in self.running
-            if r.placement is Placement.HOST and r.is_decoding and not r.num_pending
-        ]
-        if self._group_size is not None:
-            ready = ready[: self._group_size.fitting(r.num_tokens for r in ready)]
-        else:
-            ready = ready[: now.rolling_rows]
-        grown = self._grown(ready)
-        return [dataclasses.replace(self._row(r, 1), samples=False) for r in grown]
+        ready = [r for r in host_decodes if not r.num_pending]
+        grown = self._grown(ready[: self._rows_of_a_group(r.num_tokens for r in ready)])
+        return [self._row(r, 1)._replace(samples=False) for r in grown]
 
     def _roll(self, entering: Sequence[Row]) -> Rolling:
         """The groups go on by a layer."""
@@ -362,44 +353,28 @@ class Scheduler:
     def _advance(self, plan: Plan) -> None:
         """Requests go on as if the step had run."""
         for row in plan.rows:
-            if row.epoch == row.request.num_preemptions:
-                row.request.progress = Progress(row.stop, 0)
-            row.request.num_pending += row.samples
-            row.request.served_step = plan.step
-
-    def _prediction(self, plan: Plan, predictor: Predictor) -> Prediction:
-        """The plan's times, and what the device alone would take where host rows have a part."""
-        if self._group_size is not None:
-            rows = self.limits.rolling_rows if plan.mode is Mode.ROLLING else 0
-            self._group_size.observe(predictor.rolling_device_s(Load.of(plan.b0), rows))
-        if plan.mode is Mode.ROLLING:
-            groups = self._rolling.loads
-            return predictor.predict_rolling(Load.of(plan.b0), self.limits.rolling_rows, groups)
-        num_host = len(plan.b0.host_decodes) + len(plan.b1.host_decodes)
-        if not num_host:
-            return predictor.predict(plan)
-        assert self._outlook is not None
-        b0, b1 = Load.of(plan.b0), Load.of(plan.b1)
-        context = b0.decode_context + b0.host_context + b1.host_context
-        token_s = decode_token_s(
-            predictor, b0.num_decodes, context / (b0.num_decodes + num_host),
-            self._outlook.num_device_rows,
-        )  # fmt: skip
-        return predictor.predict(plan, device_only_s(predictor, b0, num_host, token_s))
+            request = row.request
+            if row.epoch == request.num_preemptions:
+                request.progress = Progress(row.stop, 0)
+            if row.samples:
+                request.expect_token()
+            request.served_step = plan.step
 
     def _row(self, request: Request, n: int) -> Row:
         assert request.slot is not None
         assert request.placement is not None
-        stop = request.progress.token + n
+        start = request.progress
+        stop = start.token + n
+        # By position: a step has hundreds of rows.
         return Row(
-            request=request,
-            start=request.progress,
-            num_tokens=n,
-            samples=stop == request.num_tokens and request.wants_more,
-            slot=request.slot,
-            placement=request.placement,
-            epoch=request.num_preemptions,
-            blocks=tuple(request.blocks[: self._memory.num_blocks(stop)]),
+            request,
+            start,
+            n,
+            stop == request.num_tokens and request.wants_more,
+            request.slot,
+            request.placement,
+            request.num_preemptions,
+            tuple(request.blocks[: self._memory.num_blocks(stop)]),
         )
 
     def _preempt(self, request: Request, reason: str) -> None:
@@ -421,8 +396,8 @@ class Scheduler:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        if self._outlook is not None and reason in ("stop", "length"):
-            self._outlook.finished(request)
+        if self._forecast is not None and reason in ("stop", "length"):
+            self._forecast.outlook.finished(request)
         del self._requests[request.request_id]
 
     def _vacate(self, request: Request) -> None:

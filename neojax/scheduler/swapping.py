@@ -11,6 +11,7 @@ from neojax.scheduler.plan import Swap
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
+from neojax.scheduler.standing import Standing
 
 MIN_STEPS_BETWEEN_MOVES = 16
 """A request stays where it has moved for so many steps: no ping-pong at the thresholds."""
@@ -24,37 +25,37 @@ class Swapping:
         self._memory = memory
 
     def schedule(
-        self, step: int, running: Sequence[Request], policy: OffloadPolicy, now: Situation
-    ) -> list[Swap]:
+        self, step: int, running: Sequence[Request], standing: Standing, policy: OffloadPolicy,
+        now: Situation,
+    ) -> list[Swap]:  # fmt: skip
         """Moves of `step`: out of a device pool that this step would overflow, else one in."""
         if not self._limits.can_swap:
             return []
-        decodes = [r for r in running if r.is_decoding and r.wants_more]
-        movable = [r for r in decodes if self._may_move(r, step)]
-        swaps = self._out(step, running, movable, policy)
+        swaps = self._out(step, running, standing, policy)
         if swaps:
             return swaps
         if Placement.HOST not in policy.placements:
             # On the host they wait for nothing but this; with an idle device, not even for rest.
-            return self._in(step, running, movable if now.num_device else decodes, policy)
-        return self._in(step, running, movable, policy) if policy.wants_back(now) else []
+            return self._in(step, standing, policy, rested=now.num_device > 0)
+        return self._in(step, standing, policy, rested=True) if policy.wants_back(now) else []
 
     def _out(
-        self, step: int, running: Sequence[Request], movable: Sequence[Request],
-        policy: OffloadPolicy,
-    ) -> list[Swap]:  # fmt: skip
+        self, step: int, running: Sequence[Request], standing: Standing, policy: OffloadPolicy
+    ) -> list[Swap]:
         """The youngest first, as long as the device's decodes lack blocks to grow into."""
         device, host = (self._memory.pools[p] for p in (Placement.DEVICE, Placement.HOST))
-        on_device = [r for r in running if r.placement is Placement.DEVICE]
-        grown = sum(self._memory.lacks(r) for r in on_device if r.is_decoding)
         held = device.num_used - device.num_retired
-        excess = held + grown - self._limits.swap_out_threshold * device.limit
-        on_host = sum(r.placement is Placement.HOST for r in running)
+        excess = held - self._limits.swap_out_threshold * device.limit
+        if excess + standing.num_device <= 0:
+            return []  # not even if each took a block
+        on_device = [r for r in running if r.placement is Placement.DEVICE]
+        excess += sum(self._memory.lacks(r) for r in on_device if r.is_decoding)
+        on_host = standing.num_host
         swaps: list[Swap] = []
-        for victim in reversed(movable):
+        for victim in reversed(standing.device_decodes):
             if excess <= 0 or victim is on_device[0]:
                 break  # the oldest stays: somebody must get on
-            if victim.placement is not Placement.DEVICE or not self._suits_host(victim, policy):
+            if not self._may_move(victim, step) or not self._suits_host(victim, policy):
                 continue
             if self._memory.num_blocks(victim.num_tokens) + on_host > host.num_free:
                 break
@@ -64,20 +65,22 @@ class Swapping:
         return swaps
 
     def _in(
-        self, step: int, running: Sequence[Request], movable: Sequence[Request],
-        policy: OffloadPolicy,
-    ) -> list[Swap]:  # fmt: skip
-        """The oldest on the host, one at a time: its copies must hide under the step."""
-        oldest = next((r for r in movable if r.placement is Placement.HOST), None)
+        self, step: int, standing: Standing, policy: OffloadPolicy, *, rested: bool
+    ) -> list[Swap]:
+        """The oldest on the host, one at a time: its copies must hide under the step.
+
+        rested: only if it has not moved of late.
+        """
+        movable = (r for r in standing.host_decodes if not rested or self._may_move(r, step))
+        oldest = next(movable, None)
         if oldest is None or Placement.DEVICE not in possible_placements(
             oldest, policy, self._memory
         ):
             return []
         device = self._memory.pools[Placement.DEVICE]
-        on_device = sum(r.placement is Placement.DEVICE for r in running)
-        need = self._memory.num_blocks(oldest.num_tokens) + on_device
+        need = self._memory.num_blocks(oldest.num_tokens) + standing.num_device
         # With nobody there the threshold would only keep a long request out for ever.
-        share = self._limits.swap_in_threshold if on_device else 1.0
+        share = self._limits.swap_in_threshold if standing.num_device else 1.0
         room = int(share * device.limit) - device.num_used
         if need > min(room, device.num_free):
             return []

@@ -58,7 +58,8 @@ def test_a_step_takes_no_less_than_each_lanes_work_and_no_more_than_all_of_it(pl
 def test_the_schedulers_closed_form_predicts_it_but_for_filling_and_draining(plan: Plan):
     layers = 400  # so many that the ends vanish
     tables = dataclasses.replace(TABLES, num_layers=layers)
-    predicted = Predictor(tables).predict(plan).step_s
+    loads = Load.of(plan.b0), Load.of(plan.b1)
+    predicted = Predictor(tables).predict(plan.mode, *loads, plan.swaps).step_s
     assert step_times(plan, tables).seconds == pytest.approx(predicted, rel=0.02)
 
 

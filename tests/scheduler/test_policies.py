@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
 
 import pytest
@@ -212,34 +211,3 @@ def test_predictions_name_what_the_device_alone_would_take():
         assert plan.prediction is not None
         assert plan.reason
         assert (plan.prediction.device_only_s is not None) == (host_rows(plan) > 0)
-
-
-def plan_seconds(policy: OffloadPolicy, num_requests: int) -> list[float]:
-    limits = dataclasses.replace(
-        LIMITS, max_num_seqs=num_requests, num_device_blocks=num_requests * 10, can_mix=True,
-        max_num_batched_tokens=2048, num_host_blocks=20_000,
-    )  # fmt: skip
-    scheduler = Scheduler(limits, policy, t4())
-    for i in range(2 * num_requests):
-        scheduler.add(make_request(i, 200, 100))
-    seconds = []
-    for _ in range(200):
-        start_s = time.perf_counter()
-        plan = scheduler.schedule()
-        seconds.append(time.perf_counter() - start_s)
-        assert plan is not None
-        scheduler.update(plan, [1] * len(plan.sampled_rows))
-    return sorted(seconds)
-
-
-def main() -> None:
-    """Print how long planning takes: `python -m tests.scheduler.test_policies`."""
-    for policy in (DeviceOnly(), Auto(), Neo(), Full()):
-        for num_requests in (64, 256):
-            seconds = plan_seconds(policy, num_requests)
-            median, p99 = 1e3 * seconds[100], 1e3 * seconds[197]
-            print(f"{policy.name:12} {num_requests:4} rows: {median:.2f} ms, p99 {p99:.2f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,39 @@
+"""Where the running requests stand as a step begins: one pass over them, for all who ask."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import NamedTuple
+
+from neojax.scheduler.request import Placement, Request
+
+
+class Standing(NamedTuple):
+    """The running requests by what they can do next; every list by priority and arrival."""
+
+    device_decodes: list[Request]  # that want their next token
+    host_decodes: list[Request]
+    prefills: list[Request]  # with tokens to compute before they decode
+    num_device: int  # all that live there, whatever they do
+    num_host: int
+
+    @classmethod
+    def of(cls, running: Iterable[Request], moving: Container[Request] = ()) -> Standing:
+        """moving: requests that change pools in this step and cannot run in it."""
+        decodes: dict[Placement | None, list[Request]] = {p: [] for p in Placement}
+        numbers: dict[Placement | None, int] = dict.fromkeys(Placement, 0)
+        prefills: list[Request] = []
+        for request in running:
+            numbers[request.placement] += 1
+            if request.is_decoding:
+                if request.wants_more and request not in moving:
+                    decodes[request.placement].append(request)
+            elif request.num_remaining:
+                prefills.append(request)
+        return cls(
+            decodes[Placement.DEVICE],
+            decodes[Placement.HOST],
+            prefills,
+            numbers[Placement.DEVICE],
+            numbers[Placement.HOST],
+        )

@@ -1,0 +1,24 @@
+"""The measurement of planning itself: of the load that was asked for, whatever the policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from neojax.plan.overhead import main
+
+
+def test_planning_is_measured_of_as_many_requests_as_were_asked_for(capsys):
+    sizes = ["--num-running=12", "--num-waiting=5", "--output-tokens=10", "--steps=20"]
+    assert main(["--policies", "device-only,auto,neo,full", *sizes]) == 0
+    lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [line[0].strip() for line in lines[::2]] == ["device-only", "auto", "neo", "full"]
+    for line in lines:
+        waiting, device, host, prefill = (int(cell) for cell in line[1:5])
+        assert device + host <= 12
+        assert (prefill > 10) == (waiting == 5)
+        assert all(0 < float(cell) < 1000 for cell in line[5:])
+
+
+def test_an_unknown_policy_is_named(capsys):
+    with pytest.raises(SystemExit, match="fastest"):
+        main(["--policies", "fastest"])
