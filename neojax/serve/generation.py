@@ -60,6 +60,7 @@ class TextGeneration:
             for index, choice in enumerate(choices)
         ]
         self._num_running = len(choices)
+        self._failure: ApiError | None = None
 
     def __enter__(self) -> TextGeneration:
         # Here, where the requests begin to count: requests that arrive together must not all see
@@ -87,14 +88,25 @@ class TextGeneration:
         return sum(text.num_tokens for text in self._texts)
 
     async def deltas(self) -> list[TextDelta]:
-        """Wait for the next text of any choice. Raises ApiError when the engine gives up."""
+        """Wait for the next text of any choice. Raises ApiError when the engine gives up.
+
+        What came before that is returned first, also when both came at once.
+        """
+        if self._failure is not None:
+            raise self._failure
         deltas: list[TextDelta] = []
         while not deltas:
             for arrival in await self._generation.arrivals():
                 text = self._texts[arrival.index]
                 if text.is_finished:  # a stop string ended it
                     continue
-                delta = text.take(arrival)
+                try:
+                    delta = text.take(arrival)
+                except ApiError as error:
+                    if not deltas:
+                        raise
+                    self._failure = error
+                    break
                 if delta.finish_reason is not None:
                     self._num_running -= 1
                     self._generation.abort(arrival.index)

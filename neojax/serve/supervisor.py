@@ -30,8 +30,11 @@ from neojax.serve.text_model import TextModel
 
 log = logging.getLogger("neojax.serve")
 
-# After the engine died, so that probes and clients see why, not only a closed port.
-_LAST_WORDS_S = 1.0
+# After the engine died, so that probes and clients see why, not only a closed port. A signal cuts
+# it short.
+LAST_WORDS_S = 1.0
+# For what an engine said before it died to come out of the socket.
+_LAST_MESSAGE_S = 1.0
 # For finished responses to leave, and for the engine to end by itself.
 _FLUSH_S = 3
 _ENGINE_STOP_S = 5.0
@@ -95,7 +98,7 @@ class Supervisor:
                 log.error("%s; the server ends", failure)
                 if self._state.client is not None:
                     self._state.client.fail(failure)
-                await asyncio.sleep(_LAST_WORDS_S)
+                await asyncio.wait({stop_task}, timeout=LAST_WORDS_S)
             elif stop_task.done():
                 exit_code = 0
             http.should_exit = True
@@ -138,8 +141,7 @@ class Supervisor:
                 self._spawn(log_stats(self._state))
             await asyncio.wait({receiving, exited}, return_when=asyncio.FIRST_COMPLETED)
         if exited.done() and not receiving.done():
-            # What it said last may still be in the socket.
-            await asyncio.wait({receiving}, timeout=0.2)
+            await asyncio.wait({receiving}, timeout=_LAST_MESSAGE_S)
         if client.failure is not None:
             return client.failure
         if receiving.done():

@@ -3,9 +3,10 @@
 A prompt may hold a script, a JSON object in double square brackets:
     [[{"say": "text", "delay": 0.01}]]
 say: text to generate, then EOS; without it letters for ever. delay: seconds per token. wait:
-seconds before the first. per: tokens per message. stall/die/fail/error: after so many tokens,
-stop sending anything, exit at once, send Failed, or end the request with an error. reject: end it
-as one that could never run. host: placed on the host.
+seconds before the first. until: after the first, nothing before this file exists. per: tokens per
+message. die/fail/error: after so many tokens, exit at once, send Failed, or end the request with an
+error. reject: end it as one that could never run. host: placed on the host. tag: tells prompts
+apart.
 
 Started by tests in place of `python -m neojax.engine`; options of its own come before.
 """
@@ -21,6 +22,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -64,13 +66,14 @@ class Script:
     say: str | None = None
     delay: float = 0.0
     wait: float = 0.0
+    until: str | None = None
     per: int = 1
-    stall: int | None = None
     die: int | None = None
     fail: int | None = None
     error: int | None = None
     reject: bool = False
     host: bool = False
+    tag: str = ""
 
     @classmethod
     def of(cls, prompt: str) -> Script:
@@ -105,16 +108,15 @@ class FakeEngine:
         self.options = options
         start = json.loads(sys.stdin.readline())
         self.config = start["config"]
-        context = zmq.Context()
-        self.inbox = context.socket(zmq.PULL)
-        self.outbox = context.socket(zmq.PUSH)
+        self.context = zmq.Context()
+        self.inbox = self.context.socket(zmq.PULL)
+        self.outbox = self.context.socket(zmq.PUSH)
         self.inbox.connect(start["endpoint_in"])
         self.outbox.connect(start["endpoint_out"])
         self.requests: dict[str, Request] = {}
         self.num_prompt = self.num_generated = self.num_steps = self.num_device = self.num_host = 0
         self.last_step_s = time.time()
         self.last_stats_s = 0.0
-        self.is_stalled = False
         threading.Thread(target=self.end_with_parent, daemon=True).start()
 
     def end_with_parent(self) -> None:
@@ -128,12 +130,11 @@ class FakeEngine:
 
     def run(self) -> None:
         if self.options.fail_start:
-            self.send(Failed("no memory left: 3 GiB asked, 1 GiB there"))
-            time.sleep(0.1)
-            sys.exit(3)
-        time.sleep(self.options.ready_delay)
+            self.fail("no memory left: 3 GiB asked, 1 GiB there", 3)
         env = {name: os.environ[name] for name in os.environ if name.startswith("XLA_")}
         self.log("start", pid=os.getpid(), config=self.config, env=env)
+        while self.options.ready_when and not self.options.ready_when.exists():
+            time.sleep(0.02)
         context_length = self.config["max_model_len"] or 512
         self.send(Ready(context_length, TOKENIZER.get_vocab_size(), "fake", 100, 50, 16, 0.0))
         poller = zmq.Poller()
@@ -144,9 +145,8 @@ class FakeEngine:
             if poller.poll(max(0, timeout_s * 1000)):
                 while self.inbox.poll(0):
                     self.receive(msgspec.msgpack.decode(self.inbox.recv(), type=ToEngine))
-            if not self.is_stalled:
-                self.step()
-                self.send_stats()
+            self.step()
+            self.send_stats()
 
     def running(self) -> list[Request]:
         return list(self.requests.values())[: self.config["max_num_seqs"]]
@@ -185,22 +185,23 @@ class FakeEngine:
         ids: list[int] = []
         reason: str | None = None
         stop_reason = None
+        if request.num_sent and script.until and not os.path.exists(script.until):
+            request.due_s = now + 0.02
+            return None
         for _ in range(script.per):
             if script.reject:
                 del self.requests[message.request_id]
                 return RequestTokens(message.request_id, [], "rejected", message="never fits")
-            if request.num_sent == script.stall:
-                self.is_stalled = True
-                return None
             if request.num_sent == script.die:
                 os._exit(9)
             if request.num_sent == script.fail:
-                self.send(Failed("the device fell off the bus"))
-                time.sleep(0.2)
-                os._exit(4)
+                self.fail("the device fell off the bus", 4)
             if request.num_sent == script.error:
                 del self.requests[message.request_id]
+                self.log("error", id=message.request_id)
                 return RequestTokens(message.request_id, [], "error", message="NaN in the logits")
+            if not request.num_sent:
+                self.log("first", id=message.request_id)
             token = request.token(request.num_sent)
             request.num_sent += 1
             self.num_generated += 1
@@ -258,6 +259,14 @@ class FakeEngine:
             )
         )
 
+    def fail(self, message: str, code: int) -> NoReturn:
+        """Say what is wrong and end, once it has been said."""
+        self.send(Failed(message))
+        self.outbox.close()
+        self.inbox.close(linger=0)
+        self.context.term()
+        os._exit(code)
+
     def send(self, message: msgspec.Struct) -> None:
         self.outbox.send(msgspec.msgpack.encode(message))
 
@@ -265,6 +274,6 @@ class FakeEngine:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--log")
-    parser.add_argument("--ready-delay", type=float, default=0.0)
+    parser.add_argument("--ready-when", type=Path, help="not before this file exists")
     parser.add_argument("--fail-start", action="store_true")
     FakeEngine(parser.parse_args()).run()

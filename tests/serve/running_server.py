@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ from urllib.parse import urlsplit
 import httpx
 
 COMMAND = Path(__file__).with_name("fake_server.py")
+# Made once: reading the system's certificates takes longer than most requests here.
+TLS = ssl.create_default_context()
 
 
 class RunningServer:
@@ -61,10 +64,10 @@ class RunningServer:
         return self
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **kwargs)
+        return httpx.get(self.url + path, timeout=60, verify=TLS, **kwargs)
 
     def post(self, path: str, body: object, **kwargs: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **kwargs)
+        return httpx.post(self.url + path, json=body, timeout=60, verify=TLS, **kwargs)
 
     def complete(self, prompt: object = "1 2 3", **fields: object) -> httpx.Response:
         return self.post("/v1/completions", {"prompt": prompt, **fields})
@@ -77,8 +80,21 @@ class RunningServer:
         """What the fake engine received."""
         if self.engine_log is None or not self.engine_log.exists():
             return []
-        lines = self.engine_log.read_text(encoding="utf-8").splitlines()
+        *lines, _unfinished = self.engine_log.read_text(encoding="utf-8").split("\n")
         return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+    def engine_ids(self, prompt: str, count: int = 1) -> set[str]:
+        """Waits until the fake engine has so many requests with this prompt; their ids there."""
+
+        def found() -> set[str] | None:
+            ids = {event["id"] for event in self.events("add") if event["prompt"] == prompt}
+            return ids if len(ids) >= count else None
+
+        return wait_for(found, f"not {count} requests in the engine")
+
+    def wait_event(self, kind: str, ids: set[str]) -> None:
+        """Wait until the fake engine has noted the event for each of these of its requests."""
+        wait_for(lambda: ids <= {event["id"] for event in self.events(kind)}, f"no {kind}")
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of a series; labels may leave some out if one series matches."""
@@ -114,7 +130,7 @@ class RunningServer:
             self.process.wait()
             raise AssertionError(f"the server did not end:\n{self.stderr}") from None
         finally:
-            self._reader.join(5)
+            self._reader.join(60)
             assert self.process.stderr is not None
             self.process.stderr.close()
         return code

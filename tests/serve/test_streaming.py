@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
-from tests.serve.running_server import RunningServer, script, wait_for
+from tests.serve.running_server import RunningServer, script
 
 SAID = "alpha beta gamma delta"
 EMOJI = "🌶️ 很抱歉 ďábelské 👨‍👩‍👧"
@@ -126,12 +128,12 @@ def test_the_stop_string_that_matched_is_named_and_kept_only_if_asked(
 
 
 def test_a_stop_string_aborts_the_request_in_the_engine(server: RunningServer):
-    num_aborts = len(server.events("abort"))
     # Slow enough that the engine is not done before it hears of the match.
-    reply = server.complete(script(delay=0.05), stop="def", max_tokens=400)
+    prompt = script(delay=0.05, tag="stops")
+    reply = server.complete(prompt, stop="def", max_tokens=400)
     assert reply.json()["choices"][0]["text"] == "abc"
     assert reply.json()["usage"]["completion_tokens"] == 6
-    wait_for(lambda: len(server.events("abort")) == num_aborts + 1, "no abort")
+    server.wait_event("abort", server.engine_ids(prompt))
 
 
 def test_text_held_back_for_a_stop_string_comes_out_when_it_does_not_match(server: RunningServer):
@@ -182,6 +184,23 @@ def test_an_engine_error_in_mid_stream_is_an_error_event_before_done(server: Run
     assert events[-2]["error"]["message"] == "NaN in the logits"
     assert events[-2]["error"]["code"] == 500
     assert events[0]["choices"][0]["text"] == "a"
+
+
+def test_what_came_with_an_error_is_sent_before_it(server: RunningServer):
+    prompt = script(say=SAID, error=5, wait=0.5, tag="at once")
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(raw_events, server, "/v1/completions", {"prompt": prompt})
+        # Stopped, the server finds tokens and error waiting when it goes on.
+        ids = server.engine_ids(prompt)
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            server.wait_event("error", ids)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        *told, error, done = reply.result()
+    assert done == "[DONE]"
+    assert "".join(event["choices"][0]["text"] for event in told) == SAID[:5]
+    assert error["error"]["message"] == "NaN in the logits"
 
 
 def test_a_stop_token_ends_the_text_without_being_shown(server: RunningServer):
