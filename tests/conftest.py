@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests import shape_checks
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -19,10 +19,13 @@ os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 
 shape_checks.install()
 
-# No deadline: a shared machine stalls now and then, which is no fault of the code under test. No
-# explanations: they trace every line, and take minutes where a test calls jax.
+# No deadline, and no complaint of slow examples: a shared machine stalls now and then, which is no
+# fault of the code under test. No explanations: they trace every line, and take minutes where a
+# test calls jax.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
-settings.register_profile("neojax", deadline=None, phases=PHASES)
+settings.register_profile(
+    "neojax", deadline=None, phases=PHASES, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("neojax")
 
 

@@ -20,7 +20,7 @@ def test_every_command_has_a_help_page(command: str):
         [sys.executable, "-m", "neojax", command, "--help"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
     assert "neojax" in ended.stdout

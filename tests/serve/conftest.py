@@ -28,8 +28,14 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     assert shared_server.is_alive()
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    """OpenAI's own client."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+@pytest.fixture(scope="session")
+def _shared_client(shared_server: RunningServer) -> Iterator[openai.OpenAI]:
+    url = f"{shared_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def client(server: RunningServer, _shared_client: openai.OpenAI) -> openai.OpenAI:
+    """OpenAI's own client."""
+    return _shared_client

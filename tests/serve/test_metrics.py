@@ -147,4 +147,4 @@ def test_the_http_process_never_imports_jax(module: str):
         "heavy = {'jax', 'jaxlib', 'flax', 'torch'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
