@@ -67,7 +67,9 @@ class Admission:
         self._num_slots = memory.slots.num_free
         self._scratch = now.limits.scratch_tokens
         # Requests that were swapped out, and do not run where they are, come before new ones.
-        are_out = now.num_host > 0 and Placement.HOST not in policy.placements
+        are_out = not policy.serves_host(now) and any(
+            Placement.DEVICE in possible_placements(r, policy, memory) for r in standing.on_host
+        )
         self._blocked: set[Placement] = set(Placement) if are_out else set()
         # Each running request is about to grow: without a block in hand for each of them, a
         # newcomer would soon be preempted again.

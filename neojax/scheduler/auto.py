@@ -51,6 +51,9 @@ class Auto(OffloadPolicy):
             return super().choose(offer, now)  # nothing to weigh: as device-only
         return _Choosing(offer, now, now.predictor).best()
 
+    def serves_host(self, now: Situation) -> bool:
+        return now.outlook is None or now.outlook.num_host_rows > 0
+
     def wants_back(self, now: Situation) -> bool:
         if now.outlook is None:
             return False

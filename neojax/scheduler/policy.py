@@ -57,6 +57,13 @@ class OffloadPolicy:
         half = (len(host_decodes) + 1) // 2
         return host_decodes[:half], host_decodes[half:]
 
+    def serves_host(self, now: Situation) -> bool:
+        """Whether requests run while they are on the host.
+
+        If not, those that the device can hold wait there for it, before any new request starts.
+        """
+        return Placement.HOST in self.placements
+
     def wants_back(self, now: Situation) -> bool:
         """Whether requests on the host should move to the device where it has room for them."""
         return False

@@ -15,16 +15,25 @@ class Standing(NamedTuple):
     host_decodes: list[Request]
     prefills: list[Request]  # with tokens to compute before they decode
     num_device: int  # all that live there, whatever they do
-    num_host: int
+    on_host: list[Request]
+
+    @property
+    def num_host(self) -> int:
+        """All that live on the host."""
+        return len(self.on_host)
 
     @classmethod
     def of(cls, running: Iterable[Request], moving: Container[Request] = ()) -> Standing:
         """moving: requests that change pools in this step and cannot run in it."""
         decodes: dict[Placement | None, list[Request]] = {p: [] for p in Placement}
-        numbers: dict[Placement | None, int] = dict.fromkeys(Placement, 0)
+        num_device = 0
+        on_host: list[Request] = []
         prefills: list[Request] = []
         for request in running:
-            numbers[request.placement] += 1
+            if request.placement is Placement.HOST:
+                on_host.append(request)
+            else:
+                num_device += 1
             if request.is_decoding:
                 if request.wants_more and request not in moving:
                     decodes[request.placement].append(request)
@@ -34,6 +43,6 @@ class Standing(NamedTuple):
             decodes[Placement.DEVICE],
             decodes[Placement.HOST],
             prefills,
-            numbers[Placement.DEVICE],
-            numbers[Placement.HOST],
+            num_device,
+            on_host,
         )

@@ -34,7 +34,7 @@ class Swapping:
         swaps = self._out(step, running, standing, policy)
         if swaps:
             return swaps
-        if Placement.HOST not in policy.placements:
+        if not policy.serves_host(now):
             # On the host they wait for nothing but this; with an idle device, not even for rest.
             return self._in(step, standing, policy, rested=now.num_device > 0)
         return self._in(step, standing, policy, rested=True) if policy.wants_back(now) else []

@@ -82,6 +82,17 @@ def test_auto_leaves_the_host_alone_where_waiting_is_better(can_mix: bool):
     assert Run(Neo(), h200(), lengths, **limits).seconds > alone.seconds
 
 
+def test_where_the_host_does_not_pay_auto_takes_back_what_it_sent_there_before_others_start():
+    # Else new requests take the room, are sent out in their turn, and none of them gets on.
+    limits = {"num_device_blocks": 190, "max_num_batched_tokens": 2048, "can_swap": True}
+    lengths = [(150 + 7 * i % 60, 90 + 11 * i % 50) for i in range(60)]
+    alone = Run(DeviceOnly(), h200(), lengths, **limits)
+    auto = Run(Auto(), h200(), lengths, **limits)
+    assert sum(len(plan.swaps) for plan in alone.plans) > 10
+    assert auto.modes == alone.modes
+    assert auto.seconds <= 1.001 * alone.seconds
+
+
 @pytest.mark.parametrize("can_mix", [False, True])
 @pytest.mark.parametrize("machine", [h200, t4])
 @pytest.mark.parametrize("num_device_blocks", [54, 250])

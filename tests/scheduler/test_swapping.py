@@ -109,6 +109,13 @@ def test_requests_move_in_up_to_the_threshold(threshold: float, moves: list):
     assert swaps_of(plans) == moves
 
 
+def test_new_requests_start_in_the_step_that_takes_the_last_one_back():
+    scheduler, _ = crowded()
+    scheduler.add(make_request(2, 30, 4))
+    back = next(p for p in run_to_end(scheduler) if any(not swap.is_out for swap in p.swaps))
+    assert [row.request.request_id for row in back.b0.chunks] == ["r2"]
+
+
 def test_requests_that_were_swapped_out_come_before_new_ones():
     scheduler, requests = crowded()
     late = make_request(2, 30, 4)
