@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -60,13 +62,13 @@ def keep_top_k(logits: Float[Array, "S V"], top_k: Int[Array, "S"]) -> Bool[Arra
     """The k largest of each row, and all equals of the last; 0 keeps everything."""
     keys = _sortable(logits)
     count = jnp.where(top_k > 0, top_k, logits.shape[-1]).astype(jnp.float32)
-    return keys >= _threshold(keys, jnp.ones_like(logits), count)[:, None]
+    return keys >= _threshold(keys, lambda keys: jnp.ones(keys.shape), count)[:, None]
 
 
 def keep_top_p(probs: Float[Array, "S V"], top_p: Float[Array, "S"]) -> Bool[Array, "S V"]:
     """The smallest set of likeliest tokens whose mass reaches top_p; 1 keeps everything."""
     keys = _sortable(probs)
-    return keys >= _threshold(keys, probs, top_p)[:, None]
+    return keys >= _threshold(keys, _probability, top_p)[:, None]
 
 
 def _sortable(x: Float[Array, "S V"]) -> UInt[Array, "S V"]:
@@ -76,17 +78,41 @@ def _sortable(x: Float[Array, "S V"]) -> UInt[Array, "S V"]:
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
+def _probability(keys: UInt[Array, "S V"]) -> Float[Array, "S V"]:
+    """The floats of which these are the keys, none of them negative."""
+    return jax.lax.bitcast_convert_type(keys ^ jnp.uint32(1 << 31), jnp.float32)
+
+
+def bits_per_pass() -> int:
+    """Of a threshold: a GPU waits for the row's bytes, a CPU for every comparison."""
+    return 1 if jax.default_backend() == "cpu" else 4
+
+
 def _threshold(
-    keys: UInt[Array, "S V"], weights: Float[Array, "S V"], target: Float[Array, "S"]
+    keys: UInt[Array, "S V"],
+    weigh: Callable[[UInt[Array, "S V"]], Float[Array, "S V"]],
+    target: Float[Array, "S"],
 ) -> UInt[Array, "S"]:
     """The largest key from which upwards the weights sum to the target or more; 0 if none.
 
-    Found bit by bit: 32 passes over the row, no sort (a sort of 50k logits costs far more).
+    Found by a few bits in each pass over the row: a sort of 50k logits costs far more. Weights are
+    made of the keys, so that a pass reads nothing else.
     """
+    num_bits = bits_per_pass()
 
-    def one_bit(i: Int[Array, ""], found: UInt[Array, "S"]) -> UInt[Array, "S"]:
-        candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        mass = jnp.where(keys >= candidate[:, None], weights, 0.0).sum(axis=-1)
-        return jnp.where(mass >= target, candidate, found)
+    def more_bits(i: Int[Array, ""], found: UInt[Array, "S"]) -> UInt[Array, "S"]:
+        shift = jnp.uint32(32 - num_bits) - jnp.uint32(num_bits) * i.astype(jnp.uint32)
+        weights = weigh(keys)
+        above = tuple(
+            jnp.where(keys >= (found | (jnp.uint32(digit) << shift))[:, None], weights, 0.0)
+            for digit in range(1, 1 << num_bits)
+        )
+        # One reduction of many operands: of many reductions XLA makes as many small kernels.
+        zeros = (jnp.float32(0),) * len(above)
+        masses = jax.lax.reduce(above, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), (1,))
+        # Masses fall as digits rise, so the largest digit that reaches the target is their number.
+        digit = sum((mass >= target).astype(jnp.uint32) for mass in masses)
+        return found | (digit << shift)
 
-    return jax.lax.fori_loop(0, 32, one_bit, jnp.zeros(keys.shape[:1], jnp.uint32))
+    none = jnp.zeros(keys.shape[:1], jnp.uint32)
+    return jax.lax.fori_loop(0, 32 // num_bits, more_bits, none)

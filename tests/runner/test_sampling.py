@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from neojax.runner import sampling
@@ -15,6 +16,16 @@ V = 50
 keep_top_k = jax.jit(sampling.keep_top_k)
 keep_top_p = jax.jit(sampling.keep_top_p)
 sample = jax.jit(sampling.sample)
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def num_bits(request):
+    """Thresholds as a CPU finds them, and as a GPU does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "bits_per_pass", lambda: request.param)
+        keep_top_k.clear_cache()
+        keep_top_p.clear_cache()
+        yield request.param
 
 
 def params(n, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, position=5):
@@ -30,6 +41,7 @@ def params(n, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, position=5):
     )
 
 
+@pytest.mark.usefixtures("num_bits")
 @settings(max_examples=50, derandomize=True)
 @given(seed=st.integers(0, 2**31), top_k=st.integers(0, V + 5), scale=st.sampled_from([0.1, 30.0]))
 def test_top_k_keeps_the_k_largest(seed, top_k, scale):
@@ -40,6 +52,7 @@ def test_top_k_keeps_the_k_largest(seed, top_k, scale):
         assert set(np.flatnonzero(mask)) == set(np.argsort(-row)[:k])
 
 
+@pytest.mark.usefixtures("num_bits")
 @settings(max_examples=50, derandomize=True)
 @given(seed=st.integers(0, 2**31), top_p=st.floats(0.015625, 1.0, width=32))
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(seed, top_p):
@@ -53,6 +66,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(seed, top_p):
         assert row[mask].min() >= row[~mask].max(initial=0)
 
 
+@pytest.mark.usefixtures("num_bits")
 def test_equal_logits_at_the_threshold_are_all_kept():
     logits = jnp.asarray([[1.0, 3.0, 2.0, 2.0]], jnp.float32)
     assert keep_top_k(logits, jnp.asarray([2], jnp.int32)).tolist() == [[False, True, True, True]]
