@@ -137,12 +137,12 @@ class _Choosing:
         """
         low = self.predictor.knee_tokens
         high = sum(chunk.num_tokens for chunk in full)
-        b1 = Load(num_host_rows=num_rows, host_context=self.contexts[num_rows])
+        host_s = self.predictor.host_s(num_rows, self.contexts[num_rows])
         while high - low > CHUNK_STEP:
             middle = (low + high) // 2
             b0 = self._device_load(self.offer.trimmed(middle))
-            times = self.predictor.layer_times(Mode.PIPELINED, b0, b1)
-            if times.linear0 + times.attention0 < times.host1:
+            linear_s = self.predictor.linear_s(Mode.PIPELINED, b0.num_rows, 0)
+            if linear_s + self.predictor.attention_s(b0) < host_s:
                 low = middle
             else:
                 high = middle
@@ -150,12 +150,12 @@ class _Choosing:
 
     def _worth_s(self, chunks: tuple[Chunk, ...], num_host_rows: int) -> float:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        tables = self.predictor.tables
-        attention = sum(tables.prefill_attention(c.num_tokens, c.stop) for c in chunks)
+        attention = self.predictor.prefill_s(_spans(chunks))
         return (
             self.token_s * (self.num_decodes + num_host_rows)
             + self.prompt_token_s * num_tokens
-            + tables.num_layers * attention  # the same wherever it is computed
+            # The same wherever it is computed.
+            + self.predictor.tables.num_layers * attention
         )
 
     def _with_host(
@@ -174,12 +174,17 @@ class _Choosing:
     def _device_load(self, chunks: Sequence[Chunk]) -> Load:
         on_host = [c for c in chunks if c.placement is Placement.HOST]
         return Load(
-            tuple((c.num_tokens, c.stop) for c in chunks),
+            _spans(chunks),
             self.num_decodes,
             self.decode_context,
             store_tokens=sum(c.num_tokens for c in on_host),
             fetch_tokens=sum(c.start for c in on_host),
         )
+
+
+def _spans(chunks: Sequence[Chunk]) -> tuple[tuple[int, int], ...]:
+    """As `Load.chunks` has them."""
+    return tuple([(c.num_tokens, c.stop) for c in chunks])
 
 
 def _halvings(most: int) -> list[int]:

@@ -76,6 +76,19 @@ class Table2:
         """Seconds for x units of work whose second measure is y; 0 when x is 0."""
         if x <= 0:
             return 0.0
+        xs, ys = self.xs, self.ys
+        x, y = max(x, xs[0]), max(y, ys[0])
+        if x >= xs[-1] or y >= ys[-1]:
+            return self._beyond(x, y)
+        i, j = bisect.bisect_right(xs, x), bisect.bisect_right(ys, y)
+        low, high = self.values[i - 1], self.values[i]
+        tx = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+        ty = (y - ys[j - 1]) / (ys[j] - ys[j - 1])
+        at_low = low[j - 1] + (low[j] - low[j - 1]) * ty
+        at_high = high[j - 1] + (high[j] - high[j - 1]) * ty
+        return at_low + (at_high - at_low) * tx
+
+    def _beyond(self, x: float, y: float) -> float:
         i, tx, beyond_x = _cell(self.xs, x)
         j, ty, beyond_y = _cell(self.ys, y)
         i1, j1 = min(i + 1, len(self.xs) - 1), min(j + 1, len(self.ys) - 1)

@@ -8,8 +8,6 @@ layer in the released code, is the measured hop; and where that code fails, this
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from neojax.scheduler.offer import Choice, Chunk, Offer
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.policy import OffloadPolicy
@@ -37,16 +35,30 @@ class Neo(OffloadPolicy):
         alone.hold_back_host_prompts()
         both = _Batches(offer, now.predictor, now.limits.can_mix)
         both.add_host_rows()
-        if both.host[0] or both.host[1]:
+        if both.has_host_rows:
             both.hold_back_host_prompts(while_hidden=True)
             rate, rate_alone = both.rate(), alone.rate()
             if rate > rate_alone:
                 reason = f"{rate:.0f} sequences/s with host rows, {rate_alone:.0f} without"
-                return Choice(both.chunks, *both.host, reason)
+                host0, host1 = (rows.requests for rows in both.host)
+                return Choice(both.chunks, host0, host1, reason)
         return Choice(alone.chunks, reason="more sequences per second without host rows")
 
     def wants_back(self, now: Situation) -> bool:
         return True
+
+
+class _HostRows:
+    """The host rows of one sub-batch."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.context = 0  # sum of theirs
+
+    def add(self, request: Request) -> None:
+        """One row more."""
+        self.requests.append(request)
+        self.context += request.num_tokens
 
 
 class _Batches:
@@ -60,11 +72,16 @@ class _Batches:
         # short, with a small one prompts would keep them out for as long as any wait.
         num_tokens = max(offer.block_size, offer.num_tokens - len(offer.host_decodes))
         self.chunks: list[Chunk] = list(offer.trimmed(num_tokens))
-        self.host: tuple[list[Request], list[Request]] = ([], [])
+        self.host = (_HostRows(), _HostRows())
         self._decodes = Load(
             num_decodes=len(offer.device_decodes),
             decode_context=sum(r.num_tokens for r in offer.device_decodes),
         )
+
+    @property
+    def has_host_rows(self) -> bool:
+        """Whether the host would attend to any row."""
+        return bool(self.host[0].requests or self.host[1].requests)
 
     def hold_back_host_prompts(self, *, while_hidden: bool = False) -> None:
         """Drop prompts that go to the host from the end, keeping MIN_ROWS rows.
@@ -82,27 +99,37 @@ class _Batches:
     def add_host_rows(self) -> None:
         """In order of arrival, to the sub-batch with more slack, where their attention hides."""
         left = self.offer.num_tokens - sum(chunk.num_tokens for chunk in self.chunks)
+        predictor, device = self.predictor, self._load(0)
+        attention_s = predictor.attention_s(device)
+        # A row lengthens its own linear stage and its own attention; nothing else changes.
+        linear_s = [predictor.linear_s(Mode.PIPELINED, n, 0) for n in (device.num_rows, 0)]
+        host_s = [0.0, 0.0]
         target, too_long = 1, None
         for request in sorted(self.offer.host_decodes, key=lambda r: r.order):
             if left <= 0:
                 break
             if too_long is not None and request.num_tokens >= too_long:
                 continue
-            self.host[target].append(request)
-            slack = self._slack()
-            if min(slack) < 0:
-                self.host[target].pop()
+            rows = self.host[target]
+            count = len(rows.requests) + 1
+            longer_s = predictor.host_s(count, rows.context + request.num_tokens)
+            if longer_s > (linear_s[0] if target else linear_s[1] + attention_s):
                 too_long = request.num_tokens
                 continue
+            rows.add(request)
+            num_rows = count if target else device.num_rows + count
+            linear_s[target] = predictor.linear_s(Mode.PIPELINED, num_rows, count)
+            host_s[target] = longer_s
             left -= 1
+            slack = linear_s[1] + attention_s - host_s[0], linear_s[0] - host_s[1]
             target = 1 if slack[1] > slack[0] or not self.can_mix else 0
 
     def rate(self) -> float:
         """Sequences per second of device time: the host is hidden by construction."""
-        num_sequences = len(self.chunks) + self._decodes.num_decodes + sum(map(len, self.host))
-        has_host_rows = bool(self.host[0] or self.host[1])
+        num_sequences = len(self.chunks) + self._decodes.num_decodes
+        num_sequences += sum(len(rows.requests) for rows in self.host)
         stores = any(c.placement is Placement.HOST for c in self.chunks)
-        mode = Mode.PIPELINED if has_host_rows or stores else Mode.DEVICE_ONLY
+        mode = Mode.PIPELINED if self.has_host_rows or stores else Mode.DEVICE_ONLY
         b0, b1 = (self._load(i)._replace(host_context=0) for i in (0, 1))
         times = self.predictor.layer_times(mode, b0, b1)
         seconds = times.linear0 + times.attention0 + times.linear1
@@ -118,8 +145,8 @@ class _Batches:
         )
 
     def _load(self, index: int) -> Load:
-        host: Sequence[Request] = self.host[index]
-        load = Load(num_host_rows=len(host), host_context=sum(r.num_tokens for r in host))
+        host = self.host[index]
+        load = Load(num_host_rows=len(host.requests), host_context=host.context)
         if index == 1:
             return load
         on_host = [c for c in self.chunks if c.placement is Placement.HOST]

@@ -10,6 +10,7 @@ Nothing here knows of requests or queues.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -92,6 +93,10 @@ class Predictor:
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
         self.corrections = Corrections()
+        # The candidates of a step differ in their host rows more often than in their chunks.
+        self.prefill_s = functools.lru_cache(maxsize=256)(self._prefill_s)
+        """Seconds of the attention of chunks in one layer: (tokens, context at its end) of each."""
+
         self.knee_tokens = self._knee_tokens()
         """Rows with which a linear stage takes half as long again as with one: arithmetic counts
         beside reading the weights."""
@@ -113,21 +118,29 @@ class Predictor:
         swap_out, swap_in: tokens that move during the step.
         """
         c = self.tables
-        linear, host = c.linear[mode], self.corrections.host_attention
-        attention = c.device_decode(b0.num_decodes, b0.decode_context)
-        for tokens, context in b0.chunks:
-            attention += c.prefill_attention(tokens, context)
-        fetch = c.fetch(b0.fetch_tokens)
         return LayerTimes(
-            linear0=linear(b0.num_rows) + c.hop(b0.num_host_rows),
-            linear1=linear(b1.num_rows) + c.hop(b1.num_host_rows),
-            # A chunk's attention waits for its prefix.
-            attention0=attention + fetch,
-            host0=host * c.host_decode(b0.num_host_rows, b0.host_context),
-            host1=host * c.host_decode(b1.num_host_rows, b1.host_context),
+            linear0=self.linear_s(mode, b0.num_rows, b0.num_host_rows),
+            linear1=self.linear_s(mode, b1.num_rows, b1.num_host_rows),
+            attention0=self.attention_s(b0),
+            host0=self.host_s(b0.num_host_rows, b0.host_context),
+            host1=self.host_s(b1.num_host_rows, b1.host_context),
             copies_down=c.store(b0.store_tokens) + c.swap_out(swap_out),
-            copies_up=fetch + c.swap_in(swap_in),
+            copies_up=c.fetch(b0.fetch_tokens) + c.swap_in(swap_in),
         )
+
+    def linear_s(self, mode: Mode, num_rows: int, num_host_rows: int) -> float:
+        """A linear stage, hop included."""
+        return self.tables.linear[mode](num_rows) + self.tables.hop(num_host_rows)
+
+    def attention_s(self, load: Load) -> float:
+        """The device's attention in one layer. A chunk's waits for its prefix."""
+        c = self.tables
+        decode = c.device_decode(load.num_decodes, load.decode_context)
+        return decode + self.prefill_s(load.chunks) + c.fetch(load.fetch_tokens)
+
+    def host_s(self, num_rows: float, context: float) -> float:
+        """The host's attention in one layer, as measured steps have corrected it."""
+        return self.corrections.host_attention * self.tables.host_decode(num_rows, context)
 
     def seconds(
         self, mode: Mode, b0: Load, b1: Load = IDLE, swap_out: int = 0, swap_in: int = 0
@@ -155,8 +168,7 @@ class Predictor:
 
     def rolling_host_s(self, rows: float, context: float) -> float:
         """The host's part: one layer for each of as many groups as there are layers."""
-        c = self.tables
-        return c.num_layers * self.corrections.host_attention * c.host_decode(rows, context)
+        return self.tables.num_layers * self.host_s(rows, context)
 
     def predict_rolling(
         self, device: Load, group_rows: int, groups: Iterable[tuple[int, int]]
@@ -203,6 +215,9 @@ class Predictor:
             per_step_s=self._per_step(mode, b0, b1),
             device_only_s=device_only_s,
         )
+
+    def _prefill_s(self, chunks: tuple[tuple[int, int], ...]) -> float:
+        return sum(self.tables.prefill_attention(*chunk) for chunk in chunks)
 
     def _even_rows(self) -> tuple[int, ...]:
         linear = self.tables.linear[Mode.DEVICE_ONLY]
