@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -46,7 +47,7 @@ def real_server(*flags: str) -> Iterator[RunningServer]:
     server = start(*flags)
     try:
         yield server.wait_ready(READY_TIMEOUT_S)
-        assert server.stop(timeout_s=30) == 0, server.stderr
+        assert server.stop() == 0, server.stderr
     finally:
         server.kill()
 
@@ -132,7 +133,7 @@ def test_eight_concurrent_chats_answer_as_alone(server: RunningServer):
     assert server.metric("compiles_after_ready_total") == 0
 
 
-def test_a_tiny_device_pool_places_most_requests_on_the_host_with_the_same_answers(
+def test_a_tiny_device_pool_overflows_to_the_host_with_the_same_answers(
     server: RunningServer,
 ):
     expected = answers(server)
@@ -143,7 +144,7 @@ def test_a_tiny_device_pool_places_most_requests_on_the_host_with_the_same_answe
             lambda: num_placed(tiny, "host") + num_placed(tiny, "device") == len(QUESTIONS),
             "not all requests were counted",
         )
-        assert num_placed(tiny, "host") > len(QUESTIONS) / 2
+        assert num_placed(tiny, "host") > 0  # how many, measured costs decide
         assert tiny.metric("iterations_total", mode="pipelined") > 0
         assert tiny.metric("lane_busy_seconds_total", lane="host_attention") > 0
         assert tiny.metric("host_attention_bytes_total") > 0
@@ -176,23 +177,28 @@ def test_a_client_that_leaves_frees_the_pools(server: RunningServer):
             extra_body={"ignore_eos": True},
         )
         next(iter(stream))
-        assert not is_idle(server)
+        wait_for(lambda: not is_idle(server), "the pools stay empty")
         stream.close()
     wait_for(lambda: is_idle(server), "the pools are not empty")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_hang_up_in_any_state_free_every_block(server: RunningServer, stream: bool):
-    before = server.metric("request_success_total", finished_reason="abort")
-    body = {"prompt": [5] * 60, "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    def ended() -> tuple[float, float]:
+        reasons = ("abort", "length")
+        return tuple(server.metric("request_success_total", finished_reason=r) for r in reasons)
+
+    before, arrived = ended(), server.metric("request_params_n_count")
+    body = {"prompt": [5] * 60, "max_tokens": 190, "ignore_eos": True, "stream": stream}
     sockets = [sent(server, body) for _ in range(64)]
-    wait_for(lambda: server.metric("num_requests_waiting") > 30, "nothing queues")
+    wait_for(lambda: server.metric("request_params_n_count") == arrived + 64, "not all arrived")
     for sock in sockets:
         sock.close()
     wait_for(lambda: is_idle(server), "requests or blocks are left")
     assert server.metric("num_requests_waiting") == 0
-    after = server.metric("request_success_total", finished_reason="abort")
-    assert after - before > 50  # the others had finished
+    aborted, finished = (after - b for after, b in zip(ended(), before, strict=True))
+    assert aborted + finished == 64
+    assert aborted > 20
 
 
 def test_huge_outputs_in_parallel_end_by_length_and_starve_nobody(server: RunningServer):
@@ -246,21 +252,20 @@ def test_a_bad_request_leaves_the_engine_serving(server: RunningServer):
 
 def test_neither_process_outlives_the_other(server: RunningServer):
     def engine_of(running: RunningServer) -> int:
-        children = f"/proc/{running.process.pid}/task/{running.process.pid}/children"
-        with open(children, encoding="ascii") as file:
-            return int(file.read().split()[0])
+        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
+        return int(wait_for(lambda: children.read_text().split(), "no engine")[0])
 
     running = start("--enforce-eager")
     try:
         running.wait_ready(READY_TIMEOUT_S)
         os.kill(engine_of(running), signal.SIGKILL)
-        assert running.wait(10) == 1
+        assert running.wait() == 1
         assert "SIGKILL" in running.stderr
     finally:
         running.kill()
 
     running = start()
-    time.sleep(5)  # somewhere in loading or compiling
     engine = engine_of(running)
+    time.sleep(2)  # somewhere in loading or compiling
     running.kill()
-    wait_for(lambda: not is_running(engine), "the engine lives on", 10)
+    wait_for(lambda: not is_running(engine), "the engine lives on")

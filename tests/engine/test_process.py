@@ -86,7 +86,7 @@ def test_an_engine_told_to_shut_down_serves_until_then_and_ends_cleanly(engine):
     assert "outside the vocabulary" in answers["bad"].message
     engine.send(Shutdown())
     # Its stdin stays open: end of file there would mean something else.
-    code = engine.process.wait(timeout=30)
+    code = engine.process.wait(timeout=TIMEOUT_S)
     log = engine.process.stderr.read()
     assert code == 0, log
     assert "Fatal" not in log
@@ -94,4 +94,4 @@ def test_an_engine_told_to_shut_down_serves_until_then_and_ends_cleanly(engine):
 
 def test_an_engine_whose_parent_is_gone_ends_at_once(engine):
     engine.process.stdin.close()
-    assert engine.process.wait(timeout=30) == 1
+    assert engine.process.wait(timeout=TIMEOUT_S) == 1

@@ -217,20 +217,20 @@ def test_host_jobs_overlap_device_work_and_are_recorded(pool: native.WorkerPool)
             dtype=jnp.float32,
         )
 
-    x = jnp.ones((256, 256))
+    x = tie = jnp.ones((256, 256))
     jax.block_until_ready(work(x))
     lane.set_plan(1, case.lens, case.tables, uses=1)
     before = time.monotonic_ns()
     ticket, tie = begin(case.rows, hdr(1, 1, 2), x)
-    for _ in range(30):
+    # The job ends while the device works on: nobody has joined it.
+    while not len(lane.intervals()):
+        assert time.monotonic_ns() < before + 60e9
         tie = jax.block_until_ready(work(tie))
-    worked = time.monotonic_ns()
     jax.block_until_ready(end(ticket, tie))
     after = time.monotonic_ns()
     (interval,) = lane.intervals()
     assert interval[:3].tolist() == [0, 1, 1]
     assert before <= interval[3] < interval[4] <= after
-    assert interval[3] < worked, "the job began only when the device's work was done"
     assert interval[4] - interval[3] >= 60e6
     lane.record(True)
     assert lane.intervals().shape == (0, 5)
@@ -254,7 +254,7 @@ def test_two_jobs_may_be_in_flight_on_a_channel_and_a_third_is_refused(pool: nat
     assert lane.plan_in_use(0)
     with pytest.raises(RuntimeError, match="plan 0 still has 3 joins or stores outstanding"):
         lane.set_plan(0, case.lens, case.tables, uses=1)
-    lane.drain(5.0)
+    lane.drain(60.0)
     assert not lane.plan_in_use(0)
     assert int(begin(case.rows, hdr(0, 1, 1), tie)[0][0]) == 0
     lane.close()

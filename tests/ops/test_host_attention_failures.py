@@ -139,13 +139,13 @@ def test_a_failed_job_gives_zeros_and_leaves_its_reason(pool: native.WorkerPool)
 def test_drain_waits_for_late_jobs_and_names_those_that_do_not_come(pool: native.WorkerPool):
     case = make_case(pool, [40])
     lane = make_lane(case, pool)
-    lane.set_delay_us(200_000)
+    lane.set_delay_us(1_000_000)
     lane.set_plan(0, case.lens, case.tables, uses=1)
     begin = jax.jit(functools.partial(host_attention.start, lane=lane.id, channel=1))
     begin(case.rows, hdr(0, 1, 1), np.zeros(1, np.float32))
     with pytest.raises(TimeoutError, match=r"on channels 1$"):
         lane.drain(0.02)
-    lane.drain(10.0)
+    lane.drain(60.0)
     assert lane.counters()["jobs"] == 1
     lane.close()
 
@@ -218,7 +218,7 @@ def test_thousands_of_calls_and_restarts_leak_no_thread_and_no_memory():
     for _ in range(20):
         session(150)
     gc.collect()
-    assert threads() == threads_before
+    assert threads() <= threads_before  # other tests' may have ended
     assert resident_mib() - memory_before < 16
 
 

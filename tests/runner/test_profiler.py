@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from neojax.runner import profiler
@@ -45,28 +43,52 @@ def test_tables_reach_as_far_as_the_engine_does(warmed_up):
     assert tables.device_decode.ys[-1] == 40 * 16
     assert tables.host_decode.xs == (1, 8)
     assert tables.host_decode.ys[-1] == 64 * 16
-    assert tables.host_decode(8, 1024) > tables.host_decode(8, 64)
     assert tables.hop.xs[-1] == 8
     assert tables.store.xs[-1] == 64
     assert tables.swap_out.xs[-1] == tables.swap_in.xs[-1] == 256
     assert min(tables.swap_out.ys) > 0
 
 
+class Clock:
+    """Stands in for the profiler's `time`: moves by a millisecond whenever it is looked at."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def perf_counter(self):
+        self.now_s += 1e-3
+        return self.now_s
+
+
 def test_a_slow_program_shows_in_the_costs_of_its_size_alone(warmed_up, monkeypatch):
     engine, _ = warmed_up
     programs = engine.runner._programs[Shape(64, 0), 0]
-    fast = programs.linear
+    fast, clock = programs.linear, Clock()
 
     def slow(*args):
-        time.sleep(0.02)
+        clock.now_s += 5.0
         return fast(*args)
 
+    monkeypatch.setattr(profiler, "time", clock)
     monkeypatch.setattr(programs, "linear", slow)
     linear = engine.runner.profile(progress=False).linear
-    assert linear[Mode.PIPELINED](9) >= 0.02
-    assert linear[Mode.PIPELINED](64) >= 0.02
-    assert linear[Mode.PIPELINED](8) < 0.02
-    assert linear[Mode.DEVICE_ONLY](64) < 0.02
+    assert linear[Mode.PIPELINED](9) >= 5.0
+    assert linear[Mode.PIPELINED](64) >= 5.0
+    assert linear[Mode.PIPELINED](8) <= 1e-3
+    assert linear[Mode.DEVICE_ONLY](64) <= 1e-3
+
+
+def test_host_attention_is_measured_at_the_rows_and_contexts_of_the_table(warmed_up, monkeypatch):
+    engine, _ = warmed_up
+
+    def time_decode(context_lens, tables, num_calls):
+        assert tables.shape[0] == len(context_lens)
+        return [float(sum(context_lens))] * num_calls
+
+    monkeypatch.setattr(engine.runner.host, "time_decode", time_decode)
+    host_decode = engine.runner.profile(progress=False).host_decode
+    for num_rows, num_tokens in ((1, 64), (8, 64), (8, 512), (8, 1024)):
+        assert host_decode(num_rows, num_tokens) == num_tokens
 
 
 def test_sizes_cost_what_they_are_padded_to():
