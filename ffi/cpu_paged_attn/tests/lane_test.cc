@@ -203,7 +203,7 @@ void TestMisuseIsAnErrorNotAHang() {
 void TestALateJobIsDrained() {
   Rig rig;
   rig.SetPlan(0, 1);
-  rig.lane->SetDelay(100000000);
+  rig.lane->SetDelay(1000000000);
   std::vector<float> rows = rig.Rows(1), out(32);
   int32_t ticket;
   CHECK(rig.lane->Start(2, rows.data(), Dtype::kFloat32, 2, {0, 0, 1},
@@ -219,7 +219,7 @@ void TestALateJobIsDrained() {
 void TestAJobThatDoesNotEndIsNamed() {
   Rig rig(/*watchdog_seconds=*/0.02);
   rig.SetPlan(0, 1);
-  rig.lane->SetDelay(200000000);
+  rig.lane->SetDelay(1000000000);
   std::vector<float> rows = rig.Rows(1), out(32);
   int32_t ticket;
   CHECK(rig.lane->Start(2, rows.data(), Dtype::kFloat32, 2, {0, 1, 1},
