@@ -30,6 +30,7 @@ from neojax.scheduler.plan import Swap
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
+from neojax.scheduler.standing import Standing
 from neojax.scheduler.swapping import Swapping
 from tests.engine.tiny import BASE, assert_same_tokens, run_all, tiny_engine, tiny_model
 
@@ -47,8 +48,9 @@ class RandomSwapping(Swapping):
         self.count = 0
 
     def schedule(
-        self, step: int, running: Sequence[Request], policy: OffloadPolicy, now: Situation
-    ) -> list[Swap]:
+        self, step: int, running: Sequence[Request], standing: Standing, policy: OffloadPolicy,
+        now: Situation,
+    ) -> list[Swap]:  # fmt: skip
         """Without regard to cost."""
         swaps = []
         for request in running:
