@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python -m tests.soak --seconds 1800 --log soak.jsonl
 
-A tiny float32 model, so that tokens are comparable. Placements, block limits, swaps of whole
-requests, late host jobs and aborts are drawn at random, by a new seed each run; a block that
-becomes free is overwritten with large values, so that whoever still reads it says so.
+A tiny float32 model, so that tokens are comparable. Policies, placements, the mode of each step,
+block limits, swaps of whole requests, late host jobs and aborts are drawn at random, by a new seed
+each run; a block that becomes free is overwritten with large values, so that whoever still reads it
+says so.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import numpy as np
 from neojax.engine.core import EngineCore
 from neojax.runner.stages import KV
 from neojax.sampling_params import SamplingParams
-from neojax.scheduler.plan import Swap
+from neojax.scheduler.plan import Mode, Swap
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.standing import Standing
 from neojax.scheduler.swapping import Swapping
 from tests.engine.tiny import BASE, assert_same_tokens, run_all, tiny_engine, tiny_model
+from tests.scheduler.random_modes import RandomModes
 
 POISON = 3e4
 """Finite: masked tokens have a weight of exactly zero, which would not silence a NaN."""
@@ -113,9 +115,40 @@ class Totals:
     requests: int = 0
     tokens: int = 0  # compared
     aborted: int = 0
+    aborted_in_flight: int = 0  # between two layers
+    preemptions: int = 0
     swaps: int = 0
     poisoned_blocks: int = 0
+    steps_device_only: int = 0
     steps_pipelined: int = 0
+    steps_rolling: int = 0
+    steps_parked: int = 0  # of the other modes, with groups under way
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a round goes through."""
+
+    policy: str = RandomModes.name
+    mode_change: float = 0.3  # probability in each step, with random modes
+    device_blocks: int = 40  # the limits of the pools, times the scale
+    host_blocks: int = 80
+    swaps: float = 0.1  # probability in each step, for each request
+    delay_us: int = 0  # of every host job
+    aborts: float = 0.01  # probability in each step
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Conditions:
+        """At random."""
+        return cls(
+            policy=rng.choice(["auto", "full", "rolling", *3 * [RandomModes.name]]),
+            mode_change=rng.choice([0.02, 0.3, 1.0]),
+            device_blocks=rng.randint(16, 120),
+            host_blocks=rng.randint(16, 160),
+            swaps=rng.choice([0.0, 0.02, 0.1, 0.5]),
+            delay_us=rng.choice([0, 0, 200, 1500]),
+            aborts=rng.choice([0.0, 0.01]),
+        )
 
 
 class Soak:
@@ -130,15 +163,19 @@ class Soak:
         self.engine = tiny_engine(
             tiny_model(), num_device_blocks=160 * scale, num_host_blocks=160 * scale,
             max_num_seqs=16 * scale, max_num_batched_tokens=96 * scale,
-            token_buckets=(16 * scale, 96 * scale),
+            token_buckets=(16 * scale, 96 * scale), rolling_rows=4 * scale,
         )  # fmt: skip
         self.poisoner = Poisoner(self.engine)
         self.totals = Totals()
 
-    def round(self, num_requests: int | None = None, most_tokens: int = 90) -> None:
-        """Random load, then the same requests DEVICE_ONLY and alone. Raises AssertionError."""
+    def round(
+        self, num_requests: int | None = None, most_tokens: int = 90,
+        conditions: Conditions | None = None,
+    ) -> None:  # fmt: skip
+        """Random load, then the same requests DEVICE_ONLY. Raises AssertionError."""
         rng, engine = self.rng, self.engine
         num_requests = num_requests or 24 * self.scale
+        c = conditions or Conditions.draw(rng)
         requests = [
             (
                 [rng.randrange(BASE.vocab_size) for _ in range(rng.randint(1, 120))],
@@ -146,18 +183,24 @@ class Soak:
             )
             for _ in range(num_requests)
         ]
-        engine.set_policy(rng.choice(["auto", "auto", "full"]))
-        engine.set_block_limit(rng.randint(16, 120) * self.scale)
-        swapping = RandomSwapping(engine, rng, rng.choice([0.0, 0.02, 0.1, 0.5]))
+        if c.policy == RandomModes.name:
+            engine.scheduler.set_policy(RandomModes(rng, c.mode_change))
+        else:
+            engine.set_policy(c.policy)
+        engine.set_block_limit(c.device_blocks * self.scale)
+        engine.scheduler.pools[Placement.HOST].set_limit(c.host_blocks * self.scale)
+        swapping = RandomSwapping(engine, rng, c.swaps)
         usual, engine.scheduler._swapping = engine.scheduler._swapping, swapping
         assert engine.runner.host is not None
-        engine.runner.host.lane.set_delay_us(rng.choice([0, 0, 200, 1500]))
-        before = engine.stats().steps_pipelined
-        got, aborted = self._load(requests, rng.choice([0.0, 0.01]))
+        engine.runner.host.lane.set_delay_us(c.delay_us)
+        before = engine.stats()
+        got, aborted = self._load(requests, c.aborts)
         engine.runner.host.lane.set_delay_us(0)
         engine.scheduler._swapping = usual
+        after = engine.stats()
         engine.set_policy("device-only")
         engine.set_block_limit(None)
+        engine.scheduler.pools[Placement.HOST].set_limit(None)
         finished = [i for i in range(num_requests) if i not in aborted]
         wanted = run_all(engine, [requests[i] for i in finished])
         assert_same_tokens(
@@ -170,7 +213,10 @@ class Soak:
         t.aborted += len(aborted)
         t.swaps += swapping.count
         t.poisoned_blocks = self.poisoner.count
-        t.steps_pipelined += engine.stats().steps_pipelined - before
+        t.preemptions += after.num_preemptions - before.num_preemptions
+        t.steps_device_only += after.steps_device_only - before.steps_device_only
+        t.steps_pipelined += after.steps_pipelined - before.steps_pipelined
+        t.steps_rolling += after.steps_rolling - before.steps_rolling
 
     def _load(
         self, requests: Sequence[tuple[list[int], SamplingParams]], abort_probability: float
@@ -188,9 +234,16 @@ class Soak:
             if rng.random() < abort_probability:
                 victim = rng.randrange(arrived)
                 if len(tokens[victim]) < requests[victim][1].max_tokens:
+                    under_way = {row.request.request_id for row in engine.scheduler.rows_under_way}
+                    in_flight = victim not in aborted and str(victim) in under_way
+                    self.totals.aborted_in_flight += in_flight
                     engine.abort(str(victim))
                     aborted.add(victim)
-            for output in engine.step().outputs:
+            is_under_way = engine.scheduler.has_rows_under_way
+            result = engine.step()
+            if result.plan is not None and result.plan.mode is not Mode.ROLLING:
+                self.totals.steps_parked += is_under_way
+            for output in result.outputs:
                 assert output.message is None, output.message
                 tokens[int(output.request_id)] += output.token_ids
         engine.scheduler.check_integrity()

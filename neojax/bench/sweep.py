@@ -134,7 +134,7 @@ def _run(config: SweepConfig, cells: list[Cell]) -> None:
         return
     policies = [load_policy(policy) for cell in cells for policy in cell.policies]
     # Every policy's pools, and the programs of ROLLING steps where one takes them.
-    needs_most = next((policy.name for policy in policies if policy.rolls), "auto")
+    needs_most = next((policy.name for policy in policies if policy.needs_rolling), "auto")
     engine = build(config, needs_most)
     took_s: dict[tuple[str, str], float] = {}
     for number, (cell, policy, repeat) in enumerate(todo, 1):

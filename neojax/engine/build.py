@@ -275,7 +275,9 @@ def resolve_rolling_rows(config: EngineConfig, policy: OffloadPolicy, sizes: Siz
     Only a policy that insists has them: a hop costs 50 us of a layer's 140 on an H200, and auto
     served less with ROLLING steps than without (docs/measurements.md).
     """
-    return min(ROLLING_ROWS, config.max_num_seqs) if policy.rolls and sizes.num_host_blocks else 0
+    if not (policy.needs_rolling and sizes.num_host_blocks):
+        return 0
+    return min(ROLLING_ROWS, config.max_num_seqs)
 
 
 def resolve_layers_per_program(config: EngineConfig, num_layers: int) -> int:

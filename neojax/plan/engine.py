@@ -81,7 +81,8 @@ class SimulatedEngine:
         self.clock = VirtualClock()
         self.tables = tables
         loaded = load_policy(policy)
-        if not loaded.rolls:  # as engine.build, which compiles ROLLING steps only when asked to
+        # As engine.build, which compiles ROLLING steps only when asked to.
+        if not loaded.needs_rolling:
             limits = dataclasses.replace(limits, rolling_rows=0)
         self.scheduler = Scheduler(limits, loaded, tables)
         self._arrivals = itertools.count()

@@ -49,6 +49,11 @@ class Parked(NamedTuple):
     ticket: Any  # of its attention, int32[1]
 
 
+NO_PLAN = -1
+"""The ring entry of a group without rows. It must not name one that another step fills: its joins
+would count as that one's, and the entry be free while it is still read."""
+
+
 class Register:
     """Which group each layer has: a shift register that mirrors the device's parked groups."""
 
@@ -60,13 +65,13 @@ class Register:
     def clear(self) -> None:
         """No group has rows."""
         for _ in range(self._groups.maxlen or 0):
-            self.advance((), 0)
+            self.advance((), NO_PLAN)
 
     def advance(self, entering: Sequence[Row], plan: int) -> None:
         """A step: each group moves on by a layer. `plan`: the entering group's ring entry."""
         group = np.zeros(self.num_rows + 2, np.int32)
         group[: len(entering)] = [row.start.token for row in entering]
-        group[-2:] = plan, len(entering)
+        group[-2:] = plan if entering else NO_PLAN, len(entering)
         self._groups.appendleft(group)
 
     def write(self, out: np.ndarray) -> None:
@@ -169,7 +174,7 @@ def park(stages: Stages, x: Float[Array, "c D"]) -> Parked:
     assert stages.channel is not None
     ticket, x = host_attention.start(
         jnp.zeros((len(x), stages.model.row_width), x.dtype),
-        jnp.zeros(3, jnp.int32),
+        jnp.array([NO_PLAN, 0, 0], jnp.int32),
         x,
         lane=stages.channel.lane,
         channel=stages.channel.index,

@@ -13,9 +13,6 @@ from neojax.scheduler.request import Placement, Request, RequestState
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.standing import Standing
 
-GROUPS_TO_ENTER = 3
-"""A row enters again in the second step after it left; one group more, so that none is short."""
-
 
 def worst_tokens(request: Request) -> int:
     """Tokens whose K/V the request may need; the last token's never is."""
@@ -77,9 +74,8 @@ class Admission:
             Placement.DEVICE: memory.pools[Placement.DEVICE].num_free - standing.num_device,
             Placement.HOST: memory.pools[Placement.HOST].num_free - standing.num_host,
         }
-        # With ROLLING steps, a group is under way in each layer, and some wait to enter.
-        rolling = (now.limits.num_layers + GROUPS_TO_ENTER) * now.rolling_rows
-        self._num_host = rolling - now.num_host if rolling else now.limits.max_num_seqs
+        most = now.num_rolling
+        self._num_host = most - now.num_host if most else now.limits.max_num_seqs
 
     def chunks(self, requests: Iterable[Request], budget: int) -> list[Chunk]:
         """Chunks of these requests, in their order, for so many tokens in all.

@@ -27,7 +27,7 @@ class RollingLane(OffloadPolicy):
 
     name = "rolling"
     placements = (Placement.DEVICE, Placement.HOST)
-    rolls = True
+    needs_rolling = True
 
     def choose(self, offer: Offer, now: Situation) -> Choice:
         """Prefill in pieces that leave the host rows their pace.
@@ -38,7 +38,7 @@ class RollingLane(OffloadPolicy):
         is_full = outlook is not None and now.num_device >= outlook.num_device_rows
         if outlook is not None and outlook.chunk_tokens and is_full:
             limit = min(limit, outlook.chunk_tokens)
-        return Choice(offer.trimmed(limit), reason="host rows ride along")
+        return Choice(offer.trimmed(limit), entering=offer.group, reason="host rows ride along")
 
     def wants_back(self, now: Situation) -> bool:
         """The oldest go where they are fast, and younger ones take their places."""

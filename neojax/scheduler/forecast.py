@@ -28,9 +28,8 @@ class Forecast:
         self.predictor = Predictor(costs)
         self.outlook = Outlook(self.predictor, limits)
         self._limits = limits
-        self._group_size: GroupSize | None = None
-        if limits.rolling_rows and self.predictor.knows_rolling:
-            self._group_size = GroupSize(self.predictor, limits)
+        self._knows_rolling = limits.rolling_rows > 0 and self.predictor.knows_rolling
+        self.group_size = GroupSize(self.predictor if self._knows_rolling else None, limits)
 
     def look(
         self, step: int, requests: Iterable[Request], num_requests: int, num_device_blocks: int
@@ -40,14 +39,6 @@ class Forecast:
             sample = itertools.islice(requests, LOOK_SAMPLE)
             self.outlook.look(sample, num_requests, num_device_blocks)
 
-    def rolling_rows(self, contexts: Iterable[int] | None = None) -> int:
-        """How many rows of these contexts enter a ROLLING step; by default, of the mean one."""
-        if self._group_size is None:
-            return self._limits.rolling_rows
-        if contexts is None:
-            contexts = itertools.repeat(int(self.outlook.mean_context))
-        return self._group_size.fitting(contexts)
-
     def of(self, plan: Plan, groups: Sequence[tuple[int, int]]) -> Prediction | None:
         """The plan's times, and what the device alone would take where host rows have a part.
 
@@ -56,20 +47,30 @@ class Forecast:
         """
         predictor = self.predictor
         b0, b1 = Load.of(plan.b0), Load.of(plan.b1)
-        if self._group_size is not None:
-            rows = self._limits.rolling_rows if plan.mode is Mode.ROLLING else 0
-            self._group_size.observe(predictor.rolling_device_s(b0, rows))
-        elif plan.mode is Mode.ROLLING:
+        is_rolling = plan.mode is Mode.ROLLING
+        group_rows = self._limits.rolling_rows if is_rolling else 0
+        if self._knows_rolling:
+            device = b0._replace(num_host_rows=0, host_context=0)
+            self.group_size.observe(predictor.rolling_device_s(device, group_rows))
+        elif is_rolling:
             return None
-        if plan.mode is Mode.ROLLING:
-            return predictor.predict_rolling(b0, self._limits.rolling_rows, groups)
-        num_host = b0.num_host_rows + b1.num_host_rows
+        alone = self._alone_s(b0, b1, groups)
+        if is_rolling:
+            return predictor.predict_rolling(b0, group_rows, groups, alone)
+        return predictor.predict(plan.mode, b0, b1, plan.swaps, alone)
+
+    def _alone_s(self, b0: Load, b1: Load, groups: Sequence[tuple[int, int]]) -> float | None:
+        """What the device alone would take for the tokens of a step; None without host rows."""
+        under_way = sum(rows for rows, _ in groups)
+        num_host = b0.num_host_rows + b1.num_host_rows + under_way
         if not num_host:
-            return predictor.predict(plan.mode, b0, b1, plan.swaps)
+            return None
         context = b0.decode_context + b0.host_context + b1.host_context
+        context += sum(context for _, context in groups)
         token_s = decode_token_s(
-            predictor, b0.num_decodes, context / (b0.num_decodes + num_host),
+            self.predictor, b0.num_decodes, context / (b0.num_decodes + num_host),
             self.outlook.num_device_rows,
         )  # fmt: skip
-        alone = device_only_s(predictor, b0, num_host, token_s)
-        return predictor.predict(plan.mode, b0, b1, plan.swaps, alone)
+        # A group under way gets on by a layer.
+        num_tokens = num_host - under_way + under_way / max(1, self._limits.num_layers)
+        return device_only_s(self.predictor, b0, num_tokens, token_s)

@@ -33,10 +33,18 @@ class Offer:
     """All that could run in a step, each list in the order in which it should be served."""
 
     device_decodes: tuple[Request, ...]  # all run
-    host_decodes: tuple[Request, ...]  # longest unserved first
+    host_decodes: tuple[Request, ...]  # longest unserved first; not those between two layers
     chunks: tuple[Chunk, ...]  # as many as fit if no host row runs
     num_tokens: int  # for chunks and host rows together
     block_size: int
+    group: tuple[Request, ...] = ()
+    """Host rows that would enter a ROLLING step together; none where there are no such steps."""
+    staying: tuple[tuple[int, int], ...] = ()
+    """Rows and sum of contexts of the groups that such a step leaves under way."""
+    num_under_way: int = 0
+    """Rows between two layers, those that would leave included."""
+    steps_parked: int = 0
+    """Steps since these last advanced."""
 
     def trimmed(self, num_tokens: int, *, device_only: bool = False) -> tuple[Chunk, ...]:
         """The first chunks, so many tokens of them at most.
@@ -72,3 +80,6 @@ class Choice:
     host0: Sequence[Request] = ()  # host rows of b0
     host1: Sequence[Request] = ()  # host rows of b1
     reason: str = ""
+    entering: Sequence[Request] | None = None
+    """Not None: a ROLLING step, in which the groups under way advance and these host rows enter as
+    one more. None: the groups stay where they are."""

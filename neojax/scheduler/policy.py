@@ -21,8 +21,8 @@ class OffloadPolicy:
     name: ClassVar[str]
     placements: ClassVar[tuple[Placement, ...]]
     """Where requests may live, the preferred side first."""
-    rolls: ClassVar[bool] = False
-    """Whether host rows advance by one layer per step, in ROLLING steps."""
+    needs_rolling: ClassVar[bool] = False
+    """Whether it cannot work without programs of ROLLING steps."""
     needs_costs: ClassVar[bool] = False
     """Whether it cannot work without cost tables."""
 
@@ -39,6 +39,14 @@ class OffloadPolicy:
 
     def choose(self, offer: Offer, now: Situation) -> Choice:
         """What the step runs beside the device's decodes."""
+        if now.num_rolling or offer.num_under_way:
+            group = offer.group if now.num_rolling else ()
+            chunks = offer.trimmed(offer.num_tokens)
+            return Choice(chunks, entering=group, reason="host rows ride along")
+        return self.everything(offer)
+
+    def everything(self, offer: Offer) -> Choice:
+        """All that can run, without a ROLLING step."""
         host = offer.host_decodes[: offer.num_tokens]
         chunks = offer.trimmed(offer.num_tokens - len(host))
         host0, host1 = self.split(host, bool(offer.device_decodes or chunks))
@@ -63,6 +71,13 @@ class OffloadPolicy:
         If not, those that the device can hold wait there for it, before any new request starts.
         """
         return Placement.HOST in self.placements
+
+    def rolls(self, now: Situation) -> bool:
+        """Whether host rows are to advance by one layer per step, where there are ROLLING steps.
+
+        It decides how many requests may be on the host, not what a step does.
+        """
+        return self.needs_rolling
 
     def wants_back(self, now: Situation) -> bool:
         """Whether requests on the host should move to the device where it has room for them."""

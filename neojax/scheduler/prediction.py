@@ -167,17 +167,23 @@ class Predictor:
         return self.corrections.step[Mode.ROLLING] * (seconds + c.per_step[Mode.ROLLING](rows))
 
     def rolling_host_s(self, rows: float, context: float) -> float:
-        """The host's part: one layer for each of as many groups as there are layers."""
+        """The host's part: one layer for each of as many groups as there are layers.
+
+        Less than one row: so many of the groups have one.
+        """
+        if rows < 1:
+            return rows * self.rolling_host_s(1, context / rows)
         return self.tables.num_layers * self.host_s(rows, context)
 
     def predict_rolling(
-        self, device: Load, group_rows: int, groups: Iterable[tuple[int, int]]
-    ) -> Prediction:
+        self, device: Load, group_rows: int, groups: Iterable[tuple[int, int]],
+        device_only_s: float | None = None,
+    ) -> Prediction:  # fmt: skip
         """A ROLLING step's seconds, term by term; groups: rows and sum of contexts of each."""
         c = self.tables
         times = self.layer_times(Mode.ROLLING, device)
         rows = device.num_rows + group_rows
-        host = sum(c.host_decode(*group) for group in groups) * self.corrections.host_attention
+        host = sum(self.host_s(*group) for group in groups)
         return Prediction(
             step_s=max(self.rolling_device_s(device, group_rows), host),
             linear_s=c.num_layers * c.linear[Mode.ROLLING](rows),
@@ -186,6 +192,7 @@ class Predictor:
             hop_s=0.0,  # part of the linear stages, as they were measured
             copies_s=c.num_layers * (times.copies_down + times.copies_up),
             per_step_s=c.per_step[Mode.ROLLING](rows),
+            device_only_s=device_only_s,
         )
 
     def paper_seconds(self, b0: Load, b1: Load) -> float:

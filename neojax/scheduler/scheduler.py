@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from neojax.scheduler.admission import Admission, possible_placements, why_never
 from neojax.scheduler.block_pool import BlockPool
@@ -24,7 +24,7 @@ from neojax.scheduler.plan import Mode, Move, Plan, Rolling, Row, SubBatch
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.prediction import Predictor
 from neojax.scheduler.request import START, Placement, Progress, Request, RequestState
-from neojax.scheduler.rolling import RollingGroups
+from neojax.scheduler.rolling import GroupSize, RollingGroups
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.standing import Standing
 from neojax.scheduler.supervision import Supervision
@@ -54,6 +54,9 @@ class Scheduler:
         self._swapping = Swapping(limits, self._memory)
         self._supervision = Supervision(limits)
         self._rolling = RollingGroups(limits.num_layers)
+        self._group_size = (
+            GroupSize(None, limits) if self._forecast is None else self._forecast.group_size
+        )
         self._requests: dict[str, Request] = {}
         self._moves: list[Move] = []  # since the newest plan
         self._step = 0  # newest step given out
@@ -76,6 +79,11 @@ class Scheduler:
         return bool(self._requests or self._rolling)
 
     @property
+    def has_rows_under_way(self) -> bool:
+        """Whether there are host rows between two layers."""
+        return bool(self._rolling)
+
+    @property
     def rows_under_way(self) -> Iterator[Row]:
         """Host rows between two layers, in ROLLING mode."""
         return self._rolling.rows
@@ -87,7 +95,7 @@ class Scheduler:
                 f"offload_policy {policy.name!r} decides by cost tables and this engine has none; "
                 "choose auto, device-only or full"
             )
-        if policy.rolls and not self.limits.rolling_rows:
+        if policy.needs_rolling and not self.limits.rolling_rows:
             raise ValueError(
                 f"offload_policy {policy.name!r} needs programs of ROLLING steps, and this engine "
                 f"has none: start it with --offload-policy {policy.name}"
@@ -134,17 +142,19 @@ class Scheduler:
         device = self._grown(standing.device_decodes)
         if self.num_preemptions > num_preemptions:
             standing = Standing.of(self.running, moving)
-        offer = self._offer(device, standing, now)
+        offer = self._offer(step, device, standing, now)
         choice = self._supervision.checked(step, offer, self.policy, now)
         host = set(self._grown([*choice.host0, *choice.host1]))
         host0, host1 = ([r for r in rows if r in host] for rows in (choice.host0, choice.host1))
         if host1 and not (host0 or device or choice.chunks):
             host0, host1 = host1, host0  # rows of b0 could not grow
-        entering = self._entering(standing.host_decodes) if now.rolling_rows else []
+        entering = self._entering(choice.entering or ())
         started = self._started(choice.chunks)
         device = [r for r in device if r.placement is Placement.DEVICE]  # not preempted since
-        rolls = bool(entering or self._rolling)
-        if not (device or host0 or host1 or started or swaps or rolls):
+        runs = bool(device or host0 or host1 or started or swaps)
+        # Rows that lack blocks may have to wait for those that the groups under way hold.
+        rolls = bool(entering or self._rolling) and (choice.entering is not None or not runs)
+        if not (runs or rolls):
             return None
         self._step = step
         b0 = SubBatch(
@@ -225,6 +235,7 @@ class Scheduler:
             self._memory.retire(held, self._step)
         for request in list(self.running):
             request.expect_nothing()
+            request.progress = request.progress._replace(layer=0)
             was_moving = request.moved_step is not None and request.moved_step > self._completed
             if request.placement is Placement.DEVICE or was_moving:
                 self._preempt(request, "a step failed")
@@ -239,6 +250,9 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Invariants of the pools and queues; cheap enough for every idle moment and test."""
         self._memory.check_integrity([*self.running, *self._rolling.held])
+        under_way = {row.request for row in self._rolling.rows}
+        assert {held.request for held in self._rolling.held} <= under_way
+        assert {r for r in self.running if r.progress.layer} <= under_way
         assert len(self._requests) == len(self.running) + len(self.waiting)
         for request in self._requests.values():
             outputs = len(request.output_ids) + request.num_pending
@@ -250,31 +264,49 @@ class Scheduler:
             everybody = itertools.chain(self.running, self.waiting)
             device = self.pools[Placement.DEVICE]
             forecast.look(step, everybody, len(self._requests), device.limit)
-        return Situation(
+        now = Situation(
             limits=self.limits,
             num_device=standing.num_device,
             num_host=standing.num_host,
             num_waiting=len(self.waiting),
             predictor=self.predictor,
             outlook=None if forecast is None else forecast.outlook,
-            rolling_rows=self._rows_of_a_group() if self.policy.rolls else 0,
         )
+        if not (self.limits.rolling_rows and self.policy.rolls(now)):
+            return now
+        context = 1.0 if forecast is None else forecast.outlook.mean_context
+        return dataclasses.replace(now, num_rolling=self._group_size.capacity(context))
 
-    def _rows_of_a_group(self, contexts: Iterable[int] | None = None) -> int:
-        """How many rows of these contexts, or of the usual one, enter together."""
-        if self._forecast is None:
-            return self.limits.rolling_rows
-        return self._forecast.rolling_rows(contexts)
-
-    def _offer(self, device: list[Request], standing: Standing, now: Situation) -> Offer:
+    def _offer(self, step: int, device: list[Request], standing: Standing, now: Situation) -> Offer:
         budget = self.limits.max_num_batched_tokens - len(device)
         host: list[Request] = []
-        if Placement.HOST in self.policy.placements and not (now.rolling_rows or self._rolling):
+        if Placement.HOST in self.policy.placements:
             # Stable: those served last in the same step keep their order.
             host = sorted(standing.host_decodes, key=operator.attrgetter("served_step"))
         admission = Admission(self.policy, self._memory, now, standing)
         chunks = admission.chunks(itertools.chain(standing.prefills, self.waiting), budget)
-        return Offer(tuple(device), tuple(host), tuple(chunks), budget, self.limits.block_size)
+        offer = Offer(tuple(device), tuple(host), tuple(chunks), budget, self.limits.block_size)
+        if not self.limits.rolling_rows:
+            return offer
+        staying = self._rolling.staying_loads
+        return dataclasses.replace(
+            offer,
+            group=self._group(host, staying),
+            staying=tuple(staying),
+            num_under_way=self._rolling.num_rows,
+            steps_parked=step - 1 - self._rolling.advanced_step if self._rolling else 0,
+        )
+
+    def _group(
+        self, host: Sequence[Request], staying: Sequence[tuple[int, int]]
+    ) -> tuple[Request, ...]:
+        """Host rows that would enter a ROLLING step: by priority, then the longest unserved.
+
+        A row enters only when its token has been read: one that turned out to have stopped would
+        hold its blocks for as many steps as there are layers.
+        """
+        ready = sorted((r for r in host if not r.num_pending), key=lambda r: r.params.priority)
+        return tuple(ready[: self._group_size.fitting((r.num_tokens for r in ready), staying)])
 
     def _grown(self, requests: Sequence[Request]) -> list[Request]:
         """Those that have, or now get, a place for their next token.
@@ -294,12 +326,9 @@ class Scheduler:
         pool = self.pools[request.placement]
         if not pool.num_free and not pool.num_retired:
             # Freed blocks arrive when the steps in flight complete; until then the row waits.
-            victims = (
-                r
-                for r in reversed(self.running)
-                if r.placement is request.placement and not r.progress.layer
-            )
-            if (victim := next(victims, None)) is not None:
+            victim = next(r for r in reversed(self.running) if r.placement is request.placement)
+            # Between two layers it could free nothing yet: it gets its token, then has its turn.
+            if not victim.progress.layer:
                 self._preempt(victim, f"the {request.placement} pool is full")
         if not pool.num_free or request.state is not RequestState.RUNNING:
             return False
@@ -330,19 +359,14 @@ class Scheduler:
             self.num_placed[placement] += 1
         self._moves.append(Move(request, placement, "starts"))
 
-    def _entering(self, host_decodes: Sequence[Request]) -> list[Row]:
-        """Host rows of the group that a ROLLING step takes in, the oldest first.
-
-        A row enters only when its token has been read: one that turned out to have stopped would
-        hold its blocks for as many steps as there are layers.
-        """
-        ready = [r for r in host_decodes if not r.num_pending]
-        grown = self._grown(ready[: self._rows_of_a_group(r.num_tokens for r in ready)])
+    def _entering(self, requests: Sequence[Request]) -> list[Row]:
+        """Those that have a place for their next token, as rows that do not sample yet."""
+        grown = self._grown(requests)
         return [self._row(r, 1)._replace(samples=False) for r in grown]
 
     def _roll(self, entering: Sequence[Row]) -> Rolling:
         """The groups go on by a layer."""
-        leaving = self._rolling.advance(entering)
+        leaving = self._rolling.advance(entering, self._step)
         for held in self._rolling.release(leaving):
             self._memory.retire(held, self._step)
         for row in entering:

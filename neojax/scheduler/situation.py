@@ -19,4 +19,6 @@ class Situation:
     num_waiting: int
     predictor: Predictor | None  # None without cost tables, and so is the outlook
     outlook: Outlook | None
-    rolling_rows: int = 0  # of a group in ROLLING steps; 0: host rows run in PIPELINED ones
+    num_rolling: int = 0
+    """Requests that ROLLING steps keep busy, those about to enter included; 0: the policy does not
+    roll."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 
@@ -17,19 +18,12 @@ MAX_WAIT_STEPS = 128
 """Steps that a host row or a prompt on its way to the host is passed over at most."""
 
 
-class _Everything(OffloadPolicy):
-    """All that can run, in the usual split."""
-
-    name = "everything"
-    placements = (Placement.DEVICE, Placement.HOST)
-
-
 class Supervision:
     """Asks the policy, and overrules it where its answer cannot run or leaves somebody waiting."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._usual = _Everything()
+        self._usual = OffloadPolicy()
 
     def checked(self, step: int, offer: Offer, policy: OffloadPolicy, now: Situation) -> Choice:
         """The policy's choice, or all that can run."""
@@ -38,12 +32,14 @@ class Supervision:
         choice = policy.choose(offer, now)
         if (fault := self._fault(choice, offer)) is not None:
             log.warning("policy %s %s; the usual choice is taken", policy.name, fault)
-            return self._usual.choose(offer, now)
+            return self._usual.everything(offer)
         overdue = max((step - r.served_step for r in _left_out(choice, offer)), default=0)
         if overdue > MAX_WAIT_STEPS:
-            everything = self._usual.choose(offer, now)
             reason = f"a request on the host had waited for {overdue} steps"
-            return Choice(everything.chunks, everything.host0, everything.host1, reason)
+            return dataclasses.replace(self._usual.everything(offer), reason=reason)
+        if choice.entering is None and offer.steps_parked > MAX_WAIT_STEPS:
+            reason = f"rows between two layers had waited for {offer.steps_parked} steps"
+            return Choice(offer.trimmed(offer.num_tokens), entering=(), reason=reason)
         return choice
 
     def _fault(self, choice: Choice, offer: Offer) -> str | None:
@@ -53,6 +49,11 @@ class Supervision:
             return f"split {len(offer.host_decodes)} host rows into others than these"
         if not _is_served_in_order(choice, offer):
             return "chose other prefill chunks than the next ones of those offered"
+        if (
+            choice.entering is not None
+            and (fault := self._rolling_fault(choice, offer)) is not None
+        ):
+            return fault
         num_tokens = len(host) + sum(chunk.num_tokens for chunk in choice.chunks)
         if num_tokens > offer.num_tokens:
             return f"chose {num_tokens} tokens of {offer.num_tokens}"
@@ -61,14 +62,34 @@ class Supervision:
             return f"split {len(host)} host rows as no program can run: some beside device work"
         if choice.host1 and not (choice.host0 or has_device_work):
             return f"split {len(host)} host rows as no program can run: none in b0"
-        if not (host or has_device_work) and (offer.host_decodes or offer.chunks):
-            return "chose nothing though something can run"
+        if host or has_device_work or choice.entering or offer.num_under_way:
+            return None
+        # In ROLLING steps a row waits until its token has been read.
+        can_run = offer.chunks or (
+            offer.group if choice.entering is not None else offer.host_decodes
+        )
+        return "chose nothing though something can run" if can_run else None
+
+    def _rolling_fault(self, choice: Choice, offer: Offer) -> str | None:
+        """Why a ROLLING step cannot be run."""
+        entering = choice.entering or ()
+        if not self._limits.rolling_rows:
+            return "chose a ROLLING step, which this engine has no programs for"
+        if choice.host0 or choice.host1:
+            return "chose host rows that ride along and others that do not, in one step"
+        if len(set(map(id, entering))) < len(entering) or not set(entering) <= {
+            r for r in offer.host_decodes if not r.num_pending
+        }:
+            return f"let {len(entering)} host rows enter that may not"
+        if len(entering) > self._limits.rolling_rows:
+            return f"let {len(entering)} host rows enter; a group holds {self._limits.rolling_rows}"
         return None
 
 
 def _left_out(choice: Choice, offer: Offer) -> Iterator[Request]:
     """Requests on the host, or on their way to it, that the choice passes over."""
-    chosen = {*choice.host0, *choice.host1, *(chunk.request for chunk in choice.chunks)}
+    host = *choice.host0, *choice.host1, *(choice.entering or ())
+    chosen = {*host, *(chunk.request for chunk in choice.chunks)}
     yield from (r for r in offer.host_decodes if r not in chosen)
     for chunk in offer.chunks:
         if chunk.placement is Placement.HOST and chunk.request not in chosen:

@@ -32,7 +32,9 @@ def prompt_token_s(predictor: Predictor, num_rows: float) -> float:
     return predictor.tables.num_layers * price * predictor.corrections.step[Mode.DEVICE_ONLY]
 
 
-def device_only_s(predictor: Predictor, device: Load, num_host_rows: int, token_s: float) -> float:
+def device_only_s(
+    predictor: Predictor, device: Load, num_host_rows: float, token_s: float
+) -> float:
     """Seconds of the device work in DEVICE_ONLY mode, and of the host rows' tokens at token_s.
 
     Prompts that go to the host count as if they stayed.

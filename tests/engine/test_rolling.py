@@ -115,6 +115,20 @@ def test_when_all_have_gone_the_groups_run_empty(engine):
     assert not engine.has_work
 
 
+def test_tables_of_a_group_stay_until_it_has_left(engine):
+    """An entry of the lane's ring is not free while a group under way is still to be joined."""
+    for index, (prompt, params) in enumerate(REQUESTS[:10]):
+        on_host = dataclasses.replace(params, kv_placement="host")
+        engine.add_request(str(index), prompt, on_host)
+    sizes = set()
+    while engine.has_work:
+        engine.step()
+        for *_, plan, num_rows in engine.runner._register._groups:
+            sizes.add(int(num_rows))
+            assert not num_rows or engine.runner.host.lane.plan_in_use(int(plan))
+    assert {0, 1} <= sizes
+
+
 def test_late_host_jobs_change_no_token(engine, expected):
     assert engine.runner.host is not None
     engine.runner.host.lane.set_delay_us(3000)
