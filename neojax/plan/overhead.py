@@ -23,7 +23,6 @@ from neojax.plan.scenario import Limits, describe
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.costs import CostTables
 from neojax.scheduler.limits import SchedulerLimits
-from neojax.scheduler.plan import Plan
 from neojax.scheduler.policy import OffloadPolicy, load_policy
 from neojax.scheduler.request import Request, RequestState
 from neojax.scheduler.scheduler import Scheduler
@@ -102,10 +101,10 @@ def measure(
     crowd = _Crowd(policy, config, limits.max_model_len)
     for _ in range(config.num_running + num_waiting):
         scheduler.add(crowd.one(is_endless=not num_waiting))
-    plans: list[Plan] = []
     plan_s: list[float] = []
     update_s: list[float] = []
-    while len(plans) < config.steps:
+    rows: list[tuple[int, int, int]] = []  # the plans themselves would be work for the collector
+    while len(rows) < config.steps:
         is_full = len(scheduler.running) == config.num_running
         start_s = time.thread_time()
         plan = scheduler.schedule()
@@ -117,17 +116,14 @@ def measure(
         for request in advanced:
             if request.state is RequestState.FINISHED:
                 scheduler.add(crowd.one(is_endless=False))
-        if plans or is_full:
-            plans.append(plan)
+        if rows or is_full:
+            b0, b1 = plan.b0, plan.b1
+            num_host = len(b0.host_decodes) + len(b1.host_decodes)
+            rows.append((len(b0.decodes), num_host, sum(row.num_tokens for row in b0.chunks)))
             plan_s.append(planned_s - start_s)
             update_s.append(updated_s - planned_s)
-    return Overhead(
-        plan_s,
-        update_s,
-        _mean([len(plan.b0.decodes) for plan in plans]),
-        _mean([len(plan.b0.host_decodes) + len(plan.b1.host_decodes) for plan in plans]),
-        _mean([sum(row.num_tokens for row in plan.b0.chunks) for plan in plans]),
-    )
+    device, host, chunk_tokens = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    return Overhead(plan_s, update_s, device, host, chunk_tokens)
 
 
 def main(argv: list[str]) -> int:
@@ -179,10 +175,6 @@ def _cells(o: Overhead) -> list[str]:
 def _p50_p99(seconds: Sequence[float]) -> tuple[float, float]:
     ordered = sorted(seconds)
     return ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":
