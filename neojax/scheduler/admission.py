@@ -114,6 +114,8 @@ class Admission:
         if request.num_pending or not self._num_slots:
             self._blocked.update(self._free)
             return None
+        if request.params.kv_placement in self._blocked:
+            return None
         possible = possible_placements(request, self._policy, self._memory)
         need = self._memory.num_blocks(request.num_tokens)
         room = self._open(possible, need)

@@ -93,8 +93,12 @@ class Predictor:
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
         self.corrections = Corrections()
-        # The candidates of a step differ in their host rows more often than in their chunks.
-        self.prefill_s = functools.lru_cache(maxsize=256)(self._prefill_s)
+        # Steps of like sizes follow each other, and a step's candidates have the same chunks.
+        remember = functools.lru_cache(maxsize=4096)
+        self.linear_s = remember(self._linear_s)
+        """Seconds of a linear stage, hop included: by mode, rows, and host rows among them."""
+
+        self.prefill_s = remember(self._prefill_s)
         """Seconds of the attention of chunks in one layer: (tokens, context at its end) of each."""
 
         self.knee_tokens = self._knee_tokens()
@@ -127,10 +131,6 @@ class Predictor:
             copies_down=c.store(b0.store_tokens) + c.swap_out(swap_out),
             copies_up=c.fetch(b0.fetch_tokens) + c.swap_in(swap_in),
         )
-
-    def linear_s(self, mode: Mode, num_rows: int, num_host_rows: int) -> float:
-        """A linear stage, hop included."""
-        return self.tables.linear[mode](num_rows) + self.tables.hop(num_host_rows)
 
     def attention_s(self, load: Load) -> float:
         """The device's attention in one layer. A chunk's waits for its prefix."""
@@ -222,6 +222,9 @@ class Predictor:
             per_step_s=self._per_step(mode, b0, b1),
             device_only_s=device_only_s,
         )
+
+    def _linear_s(self, mode: Mode, num_rows: int, num_host_rows: int) -> float:
+        return self.tables.linear[mode](num_rows) + self.tables.hop(num_host_rows)
 
     def _prefill_s(self, chunks: tuple[tuple[int, int], ...]) -> float:
         return sum(self.tables.prefill_attention(*chunk) for chunk in chunks)
