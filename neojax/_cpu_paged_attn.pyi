@@ -273,11 +273,14 @@ def time_attend(
     scale: float,
     num_calls: int,
     asleep: bool = False,
+    read_only: bool = False,
     isa: str = "",
 ) -> list[float]:
     """Seconds of each of `num_calls` calls on layers 0, 1, ... in turn, from submit to result.
 
     The pool is armed meanwhile; with `asleep` it is not, and its threads sleep before each call.
+    With `read_only` the tiles are read, in the order in which kernels read them, and nothing is
+    computed.
     """
 
 def isa(name: str = "") -> str:

@@ -32,7 +32,10 @@ std::vector<double> TimeAttend(HostKVCache& cache, WorkerPool& pool,
                                const KernelTable& kernels,
                                const AttentionParams& params, const Plan& plan,
                                const void* rows, Dtype dtype, int num_calls,
-                               bool asleep) {
+                               bool asleep, bool read_only) {
+  const AttendFn reading = kernels.read_tiles;
+  const KernelTable readers = {kernels.name, reading,      reading,
+                               reading,      kernels.read, reading};
   std::vector<char> out(int64_t{plan.num_rows()} * params.num_q_heads *
                         cache.shape().head_dim * ElementSize(dtype));
   std::vector<double> seconds;
@@ -40,7 +43,7 @@ std::vector<double> TimeAttend(HostKVCache& cache, WorkerPool& pool,
   for (int i = 0; i < num_calls; ++i) {
     if (asleep) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     int64_t start = NowNs();
-    Attend(cache, pool, kernels, params, plan,
+    Attend(cache, pool, read_only ? readers : kernels, params, plan,
            {rows, dtype, i % cache.shape().num_layers, plan.num_rows(),
             /*append=*/true, out.data(), /*lse=*/nullptr});
     seconds.push_back((NowNs() - start) * 1e-9);

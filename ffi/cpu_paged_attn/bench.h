@@ -15,12 +15,12 @@ double TimeRead(const HostKVCache& cache, WorkerPool& pool,
 
 // Seconds of each of `num_calls` calls, on layer 0, 1, ... in turn. The pool
 // is armed meanwhile; with `asleep`, it is not, and its threads fall asleep
-// before each call.
+// before each call. With `read_only` the kernels only read the tiles.
 std::vector<double> TimeAttend(HostKVCache& cache, WorkerPool& pool,
                                const KernelTable& kernels,
                                const AttentionParams& params, const Plan& plan,
                                const void* rows, Dtype dtype, int num_calls,
-                               bool asleep);
+                               bool asleep, bool read_only);
 
 }  // namespace neojax
 

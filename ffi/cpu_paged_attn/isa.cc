@@ -18,7 +18,8 @@ namespace {
 // The first's name and bfloat16 kernel, the rest of the other.
 [[maybe_unused]] KernelTable WithBf16Of(const KernelTable& bf16,
                                         const KernelTable& rest) {
-  return {bf16.name, rest.float32, bf16.bfloat16, rest.float16, rest.read};
+  return {bf16.name,    rest.float32, bf16.bfloat16,
+          rest.float16, rest.read,    rest.read_tiles};
 }
 
 #ifdef NEOJAX_HAVE_AMX

@@ -202,6 +202,7 @@ void Run(const AttendArgs& a) {
 
 }  // namespace
 
-const KernelTable kAmxKernels = {"amx", nullptr, &Run, nullptr, nullptr};
+const KernelTable kAmxKernels = {"amx",   nullptr, &Run,
+                                 nullptr, nullptr, nullptr};
 
 }  // namespace neojax

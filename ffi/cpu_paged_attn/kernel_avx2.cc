@@ -81,6 +81,7 @@ const KernelTable kAvx2Kernels = {
     &Attention<Avx2, Paired<Avx2>>::Run,
     &Attention<Avx2, Plain<Avx2, uint16_t>>::Run,
     &Read<Avx2>,
+    &ReadTiles<Avx2>,
 };
 
 }  // namespace neojax

@@ -10,6 +10,7 @@ const KernelTable kAvx512Kernels = {
     &Attention<Avx512, Paired<Avx512>>::Run,
     &Attention<Avx512, Plain<Avx512, uint16_t>>::Run,
     &Read<Avx512>,
+    &ReadTiles<Avx512>,
 };
 
 }  // namespace neojax

@@ -5,7 +5,7 @@ namespace neojax {
 
 const KernelTable kAvx512Bf16Kernels = {
     "avx512bf16", nullptr, &Attention<Avx512, PairedBf16>::Run,
-    nullptr,      nullptr,
+    nullptr,      nullptr, nullptr,
 };
 
 }  // namespace neojax

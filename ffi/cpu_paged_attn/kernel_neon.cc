@@ -10,6 +10,7 @@ const KernelTable kNeonKernels = {
     &Attention<Neon, Paired<Neon>>::Run,
     &Attention<Neon, Plain<Neon, uint16_t>>::Run,
     &Read<Neon>,
+    &ReadTiles<Neon>,
 };
 
 }  // namespace neojax

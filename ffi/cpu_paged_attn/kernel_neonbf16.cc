@@ -34,7 +34,8 @@ struct PairedNeon {
 }  // namespace
 
 const KernelTable kNeonBf16Kernels = {
-    "neonbf16", nullptr, &Attention<Neon, PairedNeon>::Run, nullptr, nullptr,
+    "neonbf16", nullptr, &Attention<Neon, PairedNeon>::Run,
+    nullptr,    nullptr, nullptr,
 };
 
 }  // namespace neojax

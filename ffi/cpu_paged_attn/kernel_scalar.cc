@@ -87,6 +87,7 @@ const KernelTable kScalarKernels = {
     &Attention<Portable, Paired<Portable>>::Run,
     &Attention<Portable, Plain<Portable, uint16_t>>::Run,
     &Read<Portable>,
+    &ReadTiles<Portable>,
 };
 
 }  // namespace neojax

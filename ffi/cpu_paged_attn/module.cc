@@ -145,7 +145,7 @@ std::vector<double> TimeAttendCalls(HostKVCache& cache, WorkerPool& pool,
                                     const Ints1& context_lens,
                                     const Ints2& tables, int num_q_heads,
                                     double scale, int num_calls, bool asleep,
-                                    const std::string& isa) {
+                                    bool read_only, const std::string& isa) {
   const CacheShape& shape = cache.shape();
   AttentionParams params{num_q_heads, static_cast<float>(scale)};
   CheckParams(shape, params);
@@ -162,7 +162,7 @@ std::vector<double> TimeAttendCalls(HostKVCache& cache, WorkerPool& pool,
   Plan plan(shape, num_q_heads, context_lens.data(), AsTable(tables), 0,
             nullptr, {nullptr, 0, 0}, cache.num_nodes());
   return TimeAttend(cache, pool, kernels, params, plan, rows.data(),
-                    rows.dtype(), num_calls, asleep);
+                    rows.dtype(), num_calls, asleep, read_only);
 }
 
 void SetPlan(HostLane& lane, int index, const Ints1& context_lens,
@@ -463,7 +463,7 @@ NB_MODULE(_cpu_paged_attn, m) {
       "cache"_a, "pool"_a, nb::kw_only(), "streams"_a, "ahead"_a, "isa"_a = "");
   m.def("time_attend", &TimeAttendCalls, "cache"_a, "pool"_a, "rows"_a,
         "context_lens"_a, "tables"_a, nb::kw_only(), "num_q_heads"_a, "scale"_a,
-        "num_calls"_a, "asleep"_a = false, "isa"_a = "");
+        "num_calls"_a, "asleep"_a = false, "read_only"_a = false, "isa"_a = "");
   m.def("available_isas", [] {
     std::vector<std::string> names;
     for (const KernelTable* table : AvailableKernels()) {

@@ -1,8 +1,10 @@
-// A loop that only reads: what the kernels are compared with.
+// Loops that only read: what the kernels are compared with.
 #ifndef NEOJAX_CPU_PAGED_ATTN_READ_INL_H_
 #define NEOJAX_CPU_PAGED_ATTN_READ_INL_H_
 
 #include <cstdint>
+
+#include "ffi/cpu_paged_attn/kernel_inl.h"
 
 namespace neojax {
 namespace {
@@ -45,6 +47,50 @@ float Read(const char* data, int64_t bytes, int streams, int ahead) {
       return ReadStreams<I, 4>(data, bytes, ahead);
     default:
       return ReadStreams<I, 8>(data, bytes, ahead);
+  }
+}
+
+// Bytes [begin, end) of `num_tiles` tiles, `piece` bytes of each in turn.
+template <class I>
+typename I::F ReadStrip(const float* const* tiles, const float* const* next,
+                        int num_tiles, int64_t begin, int64_t end, int piece,
+                        typename I::F sum) {
+  constexpr int kLine = 16;  // floats
+  for (int64_t at = begin / 4; at < end / 4; at += piece / 4) {
+    for (int i = 0; i < num_tiles; ++i) {
+      for (int64_t line = at; line < at + piece / 4; line += kLine) {
+        Prefetch(next[i] + line);
+        for (int j = 0; j < kLine; j += I::kLanes) {
+          sum = I::Add(sum, I::template Load<false>(tiles[i] + line + j));
+        }
+      }
+    }
+  }
+  return sum;
+}
+
+// K a line of each tile in turn, V 256 bytes: as it is with four heads.
+template <class I>
+void ReadTiles(const AttendArgs& a) {
+  const float* tiles[kStripTiles];
+  const float* next[kStripTiles];
+  typename I::F sum = I::Set(0.0f);
+  const int last_tile = (a.end + kTileTokens - 1) / kTileTokens;
+  for (int tile = a.begin / kTileTokens; tile < last_tile;
+       tile += kStripTiles) {
+    const int num_tiles =
+        last_tile - tile < kStripTiles ? last_tile - tile : kStripTiles;
+    Attention<I, Plain<I, float>>::FindTiles(a, tile, last_tile, tiles, next);
+    const int64_t half = a.tile_bytes / 2;
+    sum = ReadStrip<I>(tiles, next, num_tiles, 0, half, 64, sum);
+    sum = ReadStrip<I>(tiles, next, num_tiles, half, a.tile_bytes, 256, sum);
+  }
+  // What was read must be used, or the loop could go.
+  const float none = I::HorizontalSum(sum) == 1.0f ? 1e-30f : 0.0f;
+  for (int i = 0; i < a.group * a.head_dim; ++i) a.out[i] = none;
+  for (int g = 0; g < a.group; ++g) {
+    a.max[g] = 0.0f;
+    a.sum[g] = 1.0f;
   }
 }
 

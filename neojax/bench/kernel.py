@@ -1,8 +1,10 @@
 """How close host attention comes to the speed of memory.
 
 Every case is timed beside a probe that only reads, in the same arena with the same threads; what
-counts is the share of it. Needs numpy and the native library; jax and torch are compared with if
-they are there.
+counts is the share of it. Between the two stands a walk: the same tiles in the kernel's order, with
+nothing computed. What it loses against the probe is the price of the order, what the kernel loses
+against it is that of arithmetic. Needs numpy and the native library; jax and torch are compared
+with if they are there.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ DTYPES = {
 }
 PROBES = [(streams, ahead) for streams in (1, 2, 4) for ahead in (0, 512, 2048)]
 PROBE_BYTES = 4 << 30
+# By threads, on the machines that figures are stated for: less, and a run says nothing.
+MIN_PROBE_GB_PER_S = {2: 18.0, 16: 120.0}
 MEASURE_S = 0.5
+NUM_TURNS = 5  # of kernel and walk
 BLOCK_SIZE = 16
 
 
@@ -58,6 +63,7 @@ class Result:
 
     case: Case
     gb_per_s: float
+    walk_gb_per_s: float
     probe_gb_per_s: float
     us_per_call: float
     us_best: float
@@ -67,19 +73,36 @@ class Result:
         """Of what the probe read."""
         return self.gb_per_s / self.probe_gb_per_s
 
+    @property
+    def is_void(self) -> bool:
+        """Whether memory gave so little that something else was using it."""
+        return self.probe_gb_per_s < MIN_PROBE_GB_PER_S.get(self.case.num_threads, 0.0)
+
 
 class Arena:
-    """A cache of one shape, big enough that no case stays in the processor's caches."""
+    """A cache of one shape, big enough that no case stays in the processor's caches.
 
-    def __init__(self, case: Case, pool: native.WorkerPool, num_bytes: int) -> None:
-        layers = max(2, num_bytes // case.bytes_per_call)
-        num_blocks = case.num_seqs * -(-case.context // BLOCK_SIZE)
+    Unless it has `num_blocks` only: then it is one layer, and sequences share its blocks.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        pool: native.WorkerPool,
+        num_bytes: int,
+        *,
+        num_blocks: int | None = None,
+    ) -> None:
+        layers = 1 if num_blocks else max(2, num_bytes // case.bytes_per_call)
+        num_used = case.num_seqs * -(-case.context // BLOCK_SIZE)
+        num_blocks = num_blocks or num_used
         self.pool = pool
         self.cache = native.HostKVCache(
             layers, num_blocks, case.num_kv_heads, case.head_dim, BLOCK_SIZE, case.dtype, pool
         )
         rng = np.random.default_rng(0)
-        self.tables = rng.permutation(num_blocks).astype(np.int32).reshape(case.num_seqs, -1)
+        order = rng.permutation(num_used).astype(np.int32) % np.int32(num_blocks)
+        self.tables = order.reshape(case.num_seqs, -1)
         width = (case.num_q_heads + 2 * case.num_kv_heads) * case.head_dim
         self.rows = rng.standard_normal((case.num_seqs, width)).astype(DTYPES[case.dtype])
 
@@ -93,7 +116,9 @@ class Arena:
         )
         return self.cache.num_bytes / seconds
 
-    def seconds(self, case: Case, num_calls: int, *, asleep: bool = False) -> list[float]:
+    def seconds(
+        self, case: Case, num_calls: int, *, asleep: bool = False, read_only: bool = False
+    ) -> list[float]:
         """Of each call."""
         return native.time_attend(
             self.cache,
@@ -105,6 +130,7 @@ class Arena:
             scale=case.head_dim**-0.5,
             num_calls=num_calls,
             asleep=asleep,
+            read_only=read_only,
             isa=case.isa,
         )
 
@@ -115,11 +141,15 @@ class Arena:
         layers = self.cache.num_layers
         warm = self.seconds(case, min(layers, 4))
         num_calls = int(np.clip(MEASURE_S / min(warm), layers, 20 * layers))
-        calls = self.seconds(case, num_calls)
+        walks, calls = [], []
+        for _ in range(NUM_TURNS):
+            walks += self.seconds(case, -(-num_calls // NUM_TURNS), read_only=True)
+            calls += self.seconds(case, -(-num_calls // NUM_TURNS))
         median = float(np.median(calls))
         return Result(
             case,
             case.bytes_per_call / median / 1e9,
+            case.bytes_per_call / float(np.median(walks)) / 1e9,
             max(before, self.probe(probe_isa)) / 1e9,
             median * 1e6,
             min(calls) * 1e6,
@@ -165,6 +195,17 @@ def smallest_call(num_threads: int, isa: str) -> dict[str, float]:
     }
     pool.close()
     return result
+
+
+def from_cache(isa: str) -> float:
+    """GB/s at which one thread attends to what its core's caches hold: arithmetic alone."""
+    case = Case(32, 8, 128, "bfloat16", 16, 1024, 1, isa)
+    pool = native.WorkerPool(1)
+    arena = Arena(case, pool, 0, num_blocks=8)  # 512 KiB
+    arena.seconds(case, 2)
+    seconds = float(np.median(arena.seconds(case, 50)))
+    pool.close()
+    return case.bytes_per_call / seconds / 1e9
 
 
 def compare(case: Case) -> dict[str, float]:
@@ -221,7 +262,7 @@ def _torch_attention(
 
 HEADER = (
     f"{'isa':>11} {'threads':>7} {'N/K/H':>11} {'dtype':>9} {'seqs':>5} {'context':>7} "
-    f"{'us/call':>9} {'best':>9} {'GB/s':>7} {'probe':>7} {'share':>6}"
+    f"{'us/call':>9} {'best':>9} {'GB/s':>7} {'walk':>7} {'probe':>7} {'share':>6}"
 )
 
 
@@ -232,7 +273,8 @@ def line(result: Result) -> str:
     return (
         f"{case.isa:>11} {case.num_threads:>7} {heads:>11} {case.dtype:>9} {case.num_seqs:>5} "
         f"{case.context:>7} {result.us_per_call:>9.1f} {result.us_best:>9.1f} "
-        f"{result.gb_per_s:>7.1f} {result.probe_gb_per_s:>7.1f} {result.share:>6.2f}"
+        f"{result.gb_per_s:>7.1f} {result.walk_gb_per_s:>7.1f} {result.probe_gb_per_s:>7.1f} "
+        f"{result.share:>6.2f}{' void: memory was busy' if result.is_void else ''}"
     )
 
 
@@ -305,12 +347,20 @@ def main(argv: list[str]) -> int:
         results += _run(num_threads, isa, args, sweep_threads=i == 0 and not args.cpu_threads)
     small = smallest_call(counts[0], isa)
     print(f"smallest call: {small['armed']:.1f} us awake, {small['asleep']:.1f} us asleep")
+    cached = from_cache(isa)
+    print(f"one thread, from its core's caches (32/8/128 bfloat16): {cached:.1f} GB/s")
     others = {} if args.no_compare else compare(results[0].case)
     for name, rate in others.items():
         print(f"{name} on the first line's work, contiguous K and V: {rate:.1f} GB/s")
     if args.output:
-        lines = [{**dataclasses.asdict(r), "share": r.share} for r in results]
-        content = {"machine": about, "results": lines, "smallest_us": small, "others": others}
+        lines = [{**dataclasses.asdict(r), "share": r.share, "void": r.is_void} for r in results]
+        content = {
+            "machine": about,
+            "results": lines,
+            "smallest_us": small,
+            "cached_gb_per_s": cached,
+            "others": others,
+        }
         with open(args.output, "w") as file:
             json.dump(content, file, indent=1)
     if args.plot:

@@ -30,15 +30,27 @@ def test_the_headline_case_is_measured_against_memory(
         bytes_read = result["gb_per_s"] * result["us_per_call"] * 1e3
         assert bytes_read == pytest.approx(16 * 1024 * 8 * 128 * 2 * 2)
         assert result["share"] == pytest.approx(result["gb_per_s"] / result["probe_gb_per_s"])
+        assert result["walk_gb_per_s"] > 0
         assert result["us_best"] <= result["us_per_call"]
     assert 0 < content["smallest_us"]["armed"] < 1e5
+    assert content["cached_gb_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "probe", "is_void"), [(2, 17.9, True), (2, 18.0, False), (16, 119.0, True)]
+)
+def test_a_run_is_void_where_memory_gave_too_little(num_threads: int, probe: float, is_void: bool):
+    case = kernel.Case(32, 8, 128, "bfloat16", 16, 1024, num_threads, "scalar")
+    result = kernel.Result(case, 10.0, 15.0, probe, 5.0, 4.0)
+    assert result.is_void == is_void
+    assert ("void" in kernel.line(result)) == is_void
 
 
 def test_results_are_drawn(tmp_path: Path):
     pytest.importorskip("matplotlib", reason="part of the bench extra")
     case = kernel.Case(32, 8, 128, "bfloat16", 16, 1024, 2, "scalar")
     picture = tmp_path / "kernel.png"
-    kernel.plot([kernel.Result(case, 10.0, 20.0, 5.0, 4.0)], str(picture))
+    kernel.plot([kernel.Result(case, 10.0, 15.0, 20.0, 5.0, 4.0)], str(picture))
     assert picture.stat().st_size > 1000
 
 
