@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <type_traits>
 
 namespace neojax {
@@ -16,6 +17,15 @@ inline const char* DtypeName(Dtype dtype) {
   return dtype == Dtype::kFloat32    ? "float32"
          : dtype == Dtype::kBFloat16 ? "bfloat16"
                                      : "float16";
+}
+
+// What is wrong with where an array of `size`-byte elements lies, or nothing.
+inline std::string CheckAligned(const char* name, const void* data, int size) {
+  const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(data) % size);
+  if (past == 0) return {};
+  return std::string(name) + " must lie at a multiple of " +
+         std::to_string(size) + " bytes, is " + std::to_string(past) +
+         " past one";
 }
 
 // 16-bit floats by their bits.

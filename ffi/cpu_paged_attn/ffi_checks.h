@@ -53,7 +53,7 @@ Error CheckInt32(const char* name, const Buffer& buffer, int64_t size) {
   Dims dims = buffer.dimensions();
   if (buffer.element_type() == ffi::S32 && dims.size() == 1 &&
       dims[0] == size) {
-    return {};
+    return CheckAligned(name, buffer.untyped_data(), 4);
   }
   return std::string(name) + " must be int32[" + std::to_string(size) +
          "], got " + Describe(buffer.element_type(), dims);
@@ -66,7 +66,7 @@ Error CheckFloats(const char* name, const Buffer& buffer, const char* letters,
   if (ToDtype(buffer.element_type(), dtype) && dims.size() == 2 &&
       dims[1] == minor) {
     *rows = dims[0];
-    return {};
+    return CheckAligned(name, buffer.untyped_data(), ElementSize(*dtype));
   }
   return std::string(name) + kFloatTypes + letters + " with " +
          std::to_string(minor) + " columns, got " +
@@ -85,7 +85,7 @@ inline Error CheckScratch(const char* name, const ffi::AnyBuffer& x,
   Dims dims = x.dimensions();
   if (ToDtype(x.element_type(), dtype) && dims.size() == 3 &&
       dims[1] == shape.num_kv_heads && dims[2] == shape.head_dim) {
-    return {};
+    return CheckAligned(name, x.untyped_data(), ElementSize(*dtype));
   }
   return std::string(name) + kFloatTypes + "[S, " +
          std::to_string(shape.num_kv_heads) + ", " +
@@ -115,7 +115,7 @@ Error CheckMoved(const Buffer& blocks, const HostKVCache& cache,
   if (ToDtype(blocks.element_type(), &dtype) && dtype == shape.dtype &&
       dims.size() == 3 && dims[2] == elements) {
     *move = {static_cast<int>(dims[0]), static_cast<int>(dims[1])};
-    return {};
+    return CheckAligned("blocks", blocks.untyped_data(), ElementSize(dtype));
   }
   return std::string("blocks must be ") + DtypeName(shape.dtype) + "[G, C, " +
          std::to_string(elements) + "], got " +

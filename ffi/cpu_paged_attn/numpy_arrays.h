@@ -62,6 +62,9 @@ class Floats {
       throw std::invalid_argument(std::string(name) +
                                   " must be C-contiguous, in host memory");
     }
+    const std::string error =
+        CheckAligned(name, array_.data(), ElementSize(dtype_));
+    if (!error.empty()) throw std::invalid_argument(error);
     for (size_t i = 0; i < array_.ndim(); ++i) {
       shape_.push_back(static_cast<int64_t>(array_.shape(i)));
     }

@@ -37,20 +37,28 @@ void CheckTable(const CacheShape& shape, const char* name, int row,
   }
 }
 
+const int32_t* Aligned(const char* name, const int32_t* data) {
+  const std::string error = CheckAligned(name, data, sizeof *data);
+  if (!error.empty()) Refuse(error);
+  return data;
+}
+
 }  // namespace
 
 Plan::Plan(const CacheShape& shape, int num_q_heads,
            const int32_t* context_lens, Table tables, int window,
            const int32_t* chunks, Table chunk_tables, int num_nodes)
-    : context_lens_(context_lens, context_lens + tables.rows),
-      tables_(tables.data,
+    : context_lens_(Aligned("context_lens", context_lens),
+                    context_lens + tables.rows),
+      tables_(Aligned("tables", tables.data),
               tables.data + static_cast<int64_t>(tables.rows) * tables.width),
       chunk_tables_(
-          chunk_tables.data,
+          Aligned("chunk_tables", chunk_tables.data),
           chunk_tables.data +
               static_cast<int64_t>(chunk_tables.rows) * chunk_tables.width),
       width_(tables.width),
       chunk_width_(chunk_tables.width) {
+  Aligned("chunks", chunks);
   int64_t total_tiles = 0;
   std::vector<std::vector<Stretch>> stretches;
   nodes_.resize(num_nodes);

@@ -34,6 +34,14 @@ def attend(case: Case, pool: native.WorkerPool, **kwargs) -> tuple[np.ndarray, n
     )
 
 
+def at_odd_address(array: np.ndarray) -> np.ndarray:
+    """The same values one byte past a multiple of the element's size."""
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    out = np.ndarray(array.shape, array.dtype, memory.data, offset=1)
+    out[...] = array
+    return out
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=60)
 @given(data=st.data())
@@ -62,6 +70,30 @@ def test_any_shape_agrees_with_numpy(isa: str, pool: native.WorkerPool, data: st
     assert relative_error(out, expected) <= (3e-2 if rounds_queries else tolerance)
     atol = 3e-2 if rounds_queries else 1e-5
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_any_lengths_up_to_thousands_agree_with_numpy(
+    isa: str, pool: native.WorkerPool, data: st.DataObject
+):
+    dtype = data.draw(st.sampled_from(sorted(DTYPES)), label="dtype")
+    lengths = st.one_of(st.sampled_from([1023, 1024, 1025, 8192, 8193]), st.integers(1, 8193))
+    case = make_case(
+        pool,
+        data.draw(st.lists(lengths, min_size=1, max_size=3), label="lens"),
+        num_kv_heads=data.draw(st.integers(1, 2), label="K"),
+        group=data.draw(st.integers(1, 9), label="G"),
+        head_dim=8 * data.draw(st.integers(1, 8), label="H/8"),
+        block_size=data.draw(st.sampled_from([16, 64]), label="block_size"),
+        dtype=dtype,
+        seed=data.draw(st.integers(0, 2**32 - 1), label="seed"),
+    )
+    out, lse = attend(case, pool, isa=isa)
+    expected, expected_lse = case.expected()
+    assert relative_error(out, expected) <= TOLERANCE[dtype]
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -214,6 +246,12 @@ def test_bad_arguments_are_named(pool: native.WorkerPool):
         attend(case, pool, isa="avx9")
     with pytest.raises(ValueError, match="softcap must be 0"):
         attend(case, pool, softcap=-1.0)
+    for name, message in (
+        ("rows", "rows must lie at a multiple of 4 bytes, is 1 past one"),
+        ("tables", "tables must lie at a multiple of 4 bytes, is 1 past one"),
+        ("lens", "context_lens must lie at a multiple of 4 bytes, is 1 past one"),
+    ):
+        refuses(message, **{name: at_odd_address(getattr(case, name))})
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,13 @@ void TestBadTablesAreRefused() {
   CheckThrows("context_lens[0] must be at least 1", plan);
   len = 2147483647;
   CheckThrows("tables[0] has 3 blocks", plan);
+  len = 16;
+  table[0] = 0;
+  const auto* odd = reinterpret_cast<const int32_t*>(
+      reinterpret_cast<const char*>(table.data()) + 2);
+  CheckThrows("tables must lie at a multiple of 4 bytes, is 2 past one", [&] {
+    Plan(shape, 1, &len, {odd, 1, 1}, 0, nullptr, {nullptr, 0, 0});
+  });
   CheckThrows("head_dim must be a multiple of 8",
               [] { CheckShape({1, 1, 1, 20, 16, Dtype::kFloat32}); });
   CheckThrows("num_q_heads must be a multiple of the 2", [] {
