@@ -70,6 +70,13 @@ class EngineConfig:
     """Share of the device's KV cache up to which requests move to it from the host."""
     swap_out_threshold: float = 1.0
     """Share of the device's KV cache above which requests move from it to the host."""
+    rolling_rows: int | None = None
+    """Host rows of each layer's group in rolling steps. Above 0, their programs are compiled and
+    measured, and auto may choose such steps. Default: 16 under rolling, else 0: a start takes
+    longer with them, and on an H200 they lost."""
+    tpot_slo_ms: float = 500.0
+    """Time per output token up to which auto plans for requests on the host; where it predicts
+    more, they wait for the device. Default: two tokens a second, half a reader's pace."""
     request_log: str | None = None
     """Append a JSON line to this file for each request that ends: arrival, placement, moves,
     times."""
@@ -106,6 +113,12 @@ class EngineConfig:
                 self.swap_in_threshold <= self.swap_out_threshold <= 1,
                 f"between swap_in_threshold ({self.swap_in_threshold}) and 1",
             ),
+            (
+                "rolling_rows",
+                self.rolling_rows is None or 0 <= self.rolling_rows <= self.max_num_seqs,
+                f"between 0 and max_num_seqs = {self.max_num_seqs}",
+            ),
+            ("tpot_slo_ms", self.tpot_slo_ms > 0, "above 0"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "2 or more"),
             (
                 "num_gpu_blocks_override",
@@ -124,6 +137,16 @@ class EngineConfig:
             raise ValueError(
                 f"load_format {self.load_format} is for neojax's own models: "
                 f"{self.model_class} reads its weights itself"
+            )
+        if self.offload_policy == "rolling" and self.rolling_rows == 0:
+            raise ValueError(
+                "offload_policy rolling needs rolling_rows above 0: leave rolling_rows out or "
+                "choose another offload_policy"
+            )
+        if self.rolling_rows and self.cpu_kv_gib == 0:
+            raise ValueError(
+                f"rolling_rows {self.rolling_rows} are rows whose KV cache is on the host, but "
+                "cpu_kv_gib is 0: give cpu_kv_gib some memory or leave rolling_rows out"
             )
         if self.offload_policy in ("full", "rolling") and self.cpu_kv_gib == 0:
             raise ValueError(

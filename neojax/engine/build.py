@@ -120,6 +120,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         can_swap=runner.host is not None,
         swap_in_threshold=config.swap_in_threshold,
         swap_out_threshold=config.swap_out_threshold,
+        tpot_slo_s=config.tpot_slo_ms / 1e3,
     )
     scheduler = Scheduler(limits, policy, costs)
     check_policy(policy.placements, config.offload_policy, scheduler)
@@ -272,12 +273,14 @@ def _host_pool_bytes(config: EngineConfig) -> float:
 def resolve_rolling_rows(config: EngineConfig, policy: OffloadPolicy, sizes: Sizes) -> int:
     """Rows of a group of ROLLING steps; 0 where there are none and need no programs.
 
-    Only a policy that insists has them: a hop costs 50 us of a layer's 140 on an H200, and auto
-    served less with ROLLING steps than without (docs/measurements.md).
+    By default only a policy that insists has them: a hop costs 50 us of a layer's 140 on an H200,
+    and auto served less with ROLLING steps than without (docs/measurements.md).
     """
-    if not (policy.needs_rolling and sizes.num_host_blocks):
+    if not sizes.num_host_blocks:
         return 0
-    return min(ROLLING_ROWS, config.max_num_seqs)
+    if config.rolling_rows is not None:
+        return config.rolling_rows
+    return min(ROLLING_ROWS, config.max_num_seqs) if policy.needs_rolling else 0
 
 
 def resolve_layers_per_program(config: EngineConfig, num_layers: int) -> int:

@@ -77,12 +77,14 @@ class SimulatedEngine:
 
     vocab_size = 1
 
-    def __init__(self, limits: SchedulerLimits, policy: str, tables: CostTables) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, policy: str, tables: CostTables, *, rolls: bool = False
+    ) -> None:
+        """rolls: whether a policy that can do without ROLLING steps has them too."""
         self.clock = VirtualClock()
         self.tables = tables
         loaded = load_policy(policy)
-        # As engine.build, which compiles ROLLING steps only when asked to.
-        if not loaded.needs_rolling:
+        if not (loaded.needs_rolling or rolls):
             limits = dataclasses.replace(limits, rolling_rows=0)
         self.scheduler = Scheduler(limits, loaded, tables)
         self._arrivals = itertools.count()

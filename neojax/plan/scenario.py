@@ -11,8 +11,9 @@ from neojax.models.config import ModelConfig
 from neojax.plan.engine import SimulatedEngine
 from neojax.plan.machine import EFFICIENCY, NEOJAX_KERNEL, Efficiency, HostKernel, Machine
 from neojax.plan.roofline import Roofline
-from neojax.scheduler.costs import CostTables
+from neojax.scheduler.costs import CostTables, Table1
 from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.plan import Mode
 
 MAX_NUM_CHUNKS = 8  # as in runner.shapes, which needs jax
 
@@ -26,6 +27,7 @@ class Limits:
     max_model_len: int = 8192
     block_size: int = 16
     rolling_rows: int = 32
+    tpot_slo_s: float = 0.5
 
     def of_pools(
         self, device_kv_tokens: int, host_kv_tokens: int, num_layers: int
@@ -52,6 +54,7 @@ class Limits:
             scratch_tokens=-(-longest // p) * p + MAX_NUM_CHUNKS * p,
             num_layers=num_layers,
             rolling_rows=min(self.rolling_rows, self.max_num_seqs),
+            tpot_slo_s=self.tpot_slo_s,
             can_swap=True,
         )
 
@@ -72,12 +75,13 @@ class Scenario:
 
     tables: CostTables
     limits: SchedulerLimits
+    rolls: bool = False  # whether policies that can do without ROLLING steps have them too
 
     def run(
         self, policy: str, traffic: Traffic, warm_up: int = 0, cool_down: int = 0
     ) -> SimulatedRun:
         """Serve the traffic in virtual time, on a fresh engine."""
-        engine = SimulatedEngine(self.limits, policy, self.tables)
+        engine = SimulatedEngine(self.limits, policy, self.tables, rolls=self.rolls)
         measured = measure(
             engine, traffic, seed=0, warm_up=warm_up, cool_down=cool_down, clock=engine.clock
         )
@@ -85,6 +89,17 @@ class Scenario:
         return SimulatedRun(
             measured.summary, measured.counters, stats.device_s / seconds, stats.host_s / seconds
         )
+
+
+def with_rolling(tables: CostTables, hop_s: float) -> CostTables:
+    """Tables in which a layer of a ROLLING step takes so much longer than one of DEVICE_ONLY."""
+    linear, per_step = tables.linear[Mode.DEVICE_ONLY], tables.per_step[Mode.DEVICE_ONLY]
+    rolling = Table1(linear.xs, tuple(seconds + hop_s for seconds in linear.ys))
+    return dataclasses.replace(
+        tables,
+        linear={**tables.linear, Mode.ROLLING: rolling},
+        per_step={**tables.per_step, Mode.ROLLING: per_step},
+    )
 
 
 def describe(

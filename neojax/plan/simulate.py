@@ -16,7 +16,7 @@ from neojax.bench.report import SUMMARY_HEADER, summary_cells, table
 from neojax.cli import parse
 from neojax.plan.machine import EFFICIENCY, HOST_KERNELS, resolve_machine
 from neojax.plan.model_sizes import resolve_model
-from neojax.plan.scenario import Limits, Scenario, SimulatedRun, describe
+from neojax.plan.scenario import Limits, Scenario, SimulatedRun, describe, with_rolling
 from neojax.scheduler.costs import CostTables
 
 PROG = "python -m neojax.plan.simulate"
@@ -48,21 +48,36 @@ class ScenarioConfig(LoadConfig):
     """Most tokens in one step."""
     max_model_len: int = 8192
     """Longest prompt plus output."""
-    rolling_rows: int = 32
-    """Host rows of a layer in ROLLING steps; 0 for none."""
+    rolling_rows: int | None = None
+    """Host rows of each layer's group in ROLLING steps, which auto may then choose. Default: 32
+    under policies that need such steps, else none."""
+    rolling_hop_us: float | None = None
+    """What a layer of a ROLLING step takes longer than one of a DEVICE_ONLY step. Default: what the
+    tables say."""
+    tpot_slo_ms: float = 500.0
+    """Time per output token of requests on the host up to which auto plans for them."""
     seed: int = 0
     """Seed of lengths and arrivals."""
 
     def scenario(self) -> Scenario:
         """What is simulated. Raises ValueError for what cannot be."""
+        scenario = self._machine()
+        if self.rolling_hop_us is None:
+            return scenario
+        tables = with_rolling(scenario.tables, self.rolling_hop_us / 1e6)
+        return dataclasses.replace(scenario, tables=tables)
+
+    def _machine(self) -> Scenario:
+        rolls = bool(self.rolling_rows)
         limits = Limits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            rolling_rows=self.rolling_rows,
+            rolling_rows=Limits().rolling_rows if self.rolling_rows is None else self.rolling_rows,
+            tpot_slo_s=self.tpot_slo_ms / 1e3,
         )
         if self.tables is None:
-            return describe(
+            described = describe(
                 resolve_machine(self.machine),
                 resolve_model(self.model),
                 device_kv_tokens=self.device_kv_tokens,
@@ -70,6 +85,7 @@ class ScenarioConfig(LoadConfig):
                 limits=limits,
                 kernel=HOST_KERNELS[self.host_kernel],
             )
+            return dataclasses.replace(described, rolls=rolls)
         if self.device_kv_tokens is None or self.host_kv_tokens is None:
             raise ValueError("--tables needs --device-kv-tokens and --host-kv-tokens")
         try:
@@ -77,7 +93,7 @@ class ScenarioConfig(LoadConfig):
         except OSError as error:
             raise ValueError(f"--tables {self.tables} cannot be read: {error}") from error
         pools = self.device_kv_tokens, self.host_kv_tokens
-        return Scenario(tables, limits.of_pools(*pools, tables.num_layers))
+        return Scenario(tables, limits.of_pools(*pools, tables.num_layers), rolls)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

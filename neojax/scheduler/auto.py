@@ -8,7 +8,7 @@ add to a step, and so must prefill.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from neojax.scheduler.balance import best_split
 from neojax.scheduler.offer import Choice, Chunk, Offer
@@ -47,9 +47,13 @@ class Auto(OffloadPolicy):
         if now.predictor is None or now.outlook is None:
             return super().choose(offer, now)
         to_host = any(chunk.placement is Placement.HOST for chunk in offer.chunks)
-        if not (offer.host_decodes or to_host or now.outlook.num_host_rows):
+        on_host = offer.host_decodes or offer.num_under_way
+        if not (on_host or to_host or now.outlook.num_host_rows):
             return super().choose(offer, now)  # nothing to weigh: as device-only
         return _Choosing(offer, now, now.predictor).best()
+
+    def rolls(self, now: Situation) -> bool:
+        return now.outlook is not None and now.outlook.rolling_rows > 0
 
     def serves_host(self, now: Situation) -> bool:
         return now.outlook is None or now.outlook.num_host_rows > 0
@@ -57,6 +61,8 @@ class Auto(OffloadPolicy):
     def wants_back(self, now: Situation) -> bool:
         if now.outlook is None:
             return False
+        if now.num_rolling:
+            return True  # the oldest go where they are fast, and younger ones take their places
         return now.num_host > now.outlook.num_host_rows or not now.num_waiting
 
 
@@ -68,6 +74,8 @@ class _Choosing:
         self.offer = offer
         self.predictor = predictor
         self.can_mix = now.limits.can_mix
+        self.rolling_rows = now.limits.rolling_rows
+        self.may_enter = now.num_rolling > 0
         self.contexts = [0, *itertools.accumulate(r.num_tokens for r in offer.host_decodes)]
         self.num_decodes = len(offer.device_decodes)
         self.decode_context = sum(r.num_tokens for r in offer.device_decodes)
@@ -106,7 +114,26 @@ class _Choosing:
             if worth < last:
                 break  # fewer rows serve less still
             last = worth
-        return best
+        return max([(best_worth, best), *self._rolling()], key=lambda c: c[0])[1]
+
+    def _rolling(self) -> Iterator[tuple[float, Choice]]:
+        """ROLLING steps, with a further group where the outlook has them, and without."""
+        offer, predictor = self.offer, self.predictor
+        if not (self.rolling_rows and predictor.knows_rolling):
+            return
+        layers = predictor.tables.num_layers
+        staying_s = sum(predictor.host_s(*load) for load in offer.staying)
+        groups = [(), offer.group] if self.may_enter and offer.group else [()]
+        for group in groups if offer.num_under_way else groups[1:]:
+            # A row is worth a token where it enters, and a layer's part where it gets on: in the
+            # steady state they are as many.
+            rows = max(len(group), offer.num_under_way / layers)
+            host_s = staying_s + predictor.host_s(len(group), sum(r.num_tokens for r in group))
+            for chunks in self._sizes(offer.num_tokens):
+                device_s = predictor.rolling_device_s(self._device_load(chunks), self.rolling_rows)
+                worth = self._worth_s(chunks, rows) / max(device_s, host_s)
+                reason = f"{len(group)} host rows enter: worth {worth:.2f} a second"
+                yield worth, Choice(chunks, entering=group, reason=reason)
 
     def _chunks(self, num_rows: int) -> list[tuple[Chunk, ...]]:
         """Sizes of the prefill to weigh beside so many host rows."""
@@ -148,7 +175,7 @@ class _Choosing:
                 high = middle
         return high
 
-    def _worth_s(self, chunks: tuple[Chunk, ...], num_host_rows: int) -> float:
+    def _worth_s(self, chunks: tuple[Chunk, ...], num_host_rows: float) -> float:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         attention = self.predictor.prefill_s(_spans(chunks))
         return (

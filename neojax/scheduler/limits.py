@@ -19,7 +19,7 @@ class SchedulerLimits:
     scratch_tokens: int  # prefix and chunk tokens of HOST-placed prefills in one step
     num_layers: int = 0  # of the model; counts only with ROLLING steps
     rolling_rows: int = 0  # host rows of a group in ROLLING steps; 0: there are none
-    tpot_slo_s: float = 0.3  # a host row may wait so long for a token in ROLLING steps
+    tpot_slo_s: float = 0.5  # `auto` plans no longer time per token for requests on the host
     can_mix: bool = False  # device tokens and host rows in one sub-batch
     can_swap: bool = False  # `Plan.swaps`
     swap_in_threshold: float = 0.95  # share of the device pool up to which requests move in

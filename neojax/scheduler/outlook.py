@@ -17,6 +17,7 @@ from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import Request
+from neojax.scheduler.rolling import STEPS_TO_ENTER
 from neojax.scheduler.worth import decode_token_s, device_only_s
 
 MIN_GAIN = 1.3
@@ -25,6 +26,9 @@ an H200 a predicted 1.07 was 0.69 and a predicted 1.4 was 1.05; what was predict
 
 WEIGHT = 1 / 32
 """Share of the newest finished request in the mean output."""
+
+PARTS_OF_GROUPS = (0.125, 0.25, 0.5)
+"""Of long contexts the host may have time for a row in every eighth group only."""
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the steps in which the host rows run, with all of the prefill tokens."""
@@ -35,7 +39,7 @@ class Regime(NamedTuple):
 
     rate: float
     num_host_rows: int
-    rolling_rows: int = 0  # of a group, where they run in ROLLING steps
+    rolling_rows: float = 0  # of a group, where they run in ROLLING steps
     chunk_tokens: int = 0  # prefill tokens of a ROLLING step that has any
 
 
@@ -76,8 +80,9 @@ class Outlook:
         """Rows of a step that serves the device and these host rows, prefill included."""
         self.num_host_rows = 0
         """Host rows of the best steady state; 0 where the device alone is as good."""
-        self.rolling_rows = 0
-        """Rows of its groups, where its host rows run in ROLLING steps."""
+        self.rolling_rows = 0.0
+        """Rows of its groups, where its host rows run in ROLLING steps; below 1, so many of the
+        groups have one."""
         self.chunk_tokens = 0
         """Prefill tokens of its ROLLING steps."""
         self.mean_context = 1.0
@@ -114,9 +119,10 @@ class Outlook:
             best = max(best, *(self._regime(mix, host_rows, share) for share in SHARES))
         if best.num_host_rows == num_host > 0:
             best = best._replace(num_host_rows=room)
-        largest = min(limits.rolling_rows, room // (limits.num_layers + 1))
-        for rows in range(1, largest + 1) if self._predictor.knows_rolling else ():
-            best = max(best, *(self._rolling_regime(mix, rows, share) for share in SHARES))
+        sizes = (*PARTS_OF_GROUPS, *range(1, limits.rolling_rows + 1))
+        for rows in sizes if limits.rolling_rows and self._predictor.knows_rolling else ():
+            if self._steps_per_rolling_token * rows <= room:
+                best = max(best, *(self._rolling_regime(mix, rows, share) for share in SHARES))
         self.num_host_rows = best.num_host_rows
         served = self.num_device_rows + min(best.num_host_rows, num_host)
         self.rows_per_step = served * (1 + mix.prompt_tokens / mix.output_tokens)
@@ -172,9 +178,16 @@ class Outlook:
         token_s = decode_token_s(self._predictor, rows, mix.context, rows)
         if with_host > device_only_s(self._predictor, device, host_rows, token_s):
             return Regime(0.0, 0)  # no step would be chosen that loses by its host rows
-        return Regime(useful / (share * with_host + (1 - share) * without), host_rows)
+        mean = share * with_host + (1 - share) * without
+        if mean / share > limits.tpot_slo_s:
+            return Regime(0.0, 0)
+        return Regime(useful / mean, host_rows)
 
-    def _rolling_regime(self, mix: Mix, group_rows: int, share: float) -> Regime:
+    @property
+    def _steps_per_rolling_token(self) -> int:
+        return self._limits.num_layers + STEPS_TO_ENTER
+
+    def _rolling_regime(self, mix: Mix, group_rows: float, share: float) -> Regime:
         """Groups of host rows in every step, and prefill in a share of the steps."""
         rows, limits, predictor = self.num_device_rows, self._limits, self._predictor
         useful = rows + group_rows  # tokens a step: one group enters, one leaves
@@ -189,9 +202,9 @@ class Outlook:
             for load in (decodes, decodes._replace(chunks=chunks, store_tokens=on_host))
         ]
         mean = seconds[0] + share * (seconds[1] - seconds[0])
-        num_host = (limits.num_layers + 1) * group_rows
-        if (limits.num_layers + 1) * mean > limits.tpot_slo_s:
+        if self._steps_per_rolling_token * mean > limits.tpot_slo_s:
             return Regime(0.0, 0)
+        num_host = int(self._steps_per_rolling_token * group_rows)
         return Regime(useful / mean, num_host, group_rows, prefill)
 
 

@@ -98,7 +98,7 @@ class Scheduler:
         if policy.needs_rolling and not self.limits.rolling_rows:
             raise ValueError(
                 f"offload_policy {policy.name!r} needs programs of ROLLING steps, and this engine "
-                f"has none: start it with --offload-policy {policy.name}"
+                f"has none: start it with --offload-policy {policy.name} or with --rolling-rows 16"
             )
         self.policy = policy
 

@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 
 from neojax.config import EngineConfig
-from neojax.engine.build import build_engine, resolve_layers_per_program, resolve_sizes
+from neojax.engine.build import (
+    Sizes,
+    build_engine,
+    resolve_layers_per_program,
+    resolve_rolling_rows,
+    resolve_sizes,
+)
 from neojax.kv import host_memory
 from neojax.kv.geometry import GIB, KVGeometry
+from neojax.scheduler.policy import load_policy
 
 # 2 layers x 2 heads x 64 x 4 bytes x (K and V) = 2 KiB per token, 32 KiB per block.
 GEOMETRY = KVGeometry(2, 2, 64, 16, np.dtype(np.float32))
@@ -19,6 +26,29 @@ def config(**settings):
     settings.setdefault("num_gpu_blocks_override", 100)
     settings.setdefault("cpu_kv_gib", 200.5 * BLOCK_GIB)
     return EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("policy", "flag", "rows"), [("auto", None, 0), ("rolling", None, 16), ("auto", 5, 5)]
+)
+def test_programs_of_rolling_steps_exist_where_they_are_asked_for(policy, flag, rows):
+    asked = config(offload_policy=policy, rolling_rows=flag)
+    assert resolve_rolling_rows(asked, load_policy(policy), Sizes(100, 100, 128)) == rows
+    assert resolve_rolling_rows(asked, load_policy(policy), Sizes(100, 0, 128)) == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rolling_rows": 33},
+        {"rolling_rows": 0, "offload_policy": "rolling"},
+        {"rolling_rows": 4, "cpu_kv_gib": 0},
+        {"tpot_slo_ms": 0},
+    ],
+)
+def test_rolling_settings_that_cannot_be_met_are_refused(settings):
+    with pytest.raises(ValueError, match=r"rolling_rows|tpot_slo_ms"):
+        config(**settings)
 
 
 def test_the_context_is_what_the_largest_usable_pool_holds():

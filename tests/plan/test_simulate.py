@@ -17,7 +17,7 @@ from neojax.plan.engine import SimulatedEngine
 from neojax.plan.machine import MACHINES
 from neojax.plan.model_sizes import MODELS
 from neojax.plan.roofline import Roofline
-from neojax.plan.scenario import Limits, Scenario, describe
+from neojax.plan.scenario import Limits, Scenario, describe, with_rolling
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.plan import Mode
 
@@ -55,6 +55,22 @@ def test_time_is_the_steps_time_when_there_is_always_work():
     while engine.has_work:
         engine.step()
     assert engine.stats().device_s == pytest.approx(engine.clock.now_s())
+
+
+def test_auto_has_rolling_steps_only_where_they_are_asked_for_and_cheap():
+    traffic = make_traffic(parse_workload("1000/100"), "closed:256", 320, seed=0)
+    point = scenario(device_kv_tokens=4000)
+    # Long enough for a token in 34 steps.
+    limits = dataclasses.replace(point.limits, tpot_slo_s=1.0)
+
+    def rolling_steps(hop_us: float, *, rolls: bool) -> int:
+        tables = with_rolling(point.tables, hop_us / 1e6)
+        run = Scenario(tables, limits, rolls).run("auto", traffic)
+        return run.counters.steps_rolling
+
+    assert rolling_steps(10, rolls=True) > 100
+    assert rolling_steps(10, rolls=False) == 0
+    assert rolling_steps(1000, rolls=True) == 0
 
 
 def test_tables_without_rolling_steps_cannot_simulate_them():

@@ -224,6 +224,45 @@ def test_on_a_slow_device_a_token_in_as_many_steps_as_layers_takes_too_long():
     assert look(t4(), slo_s=0.2).rolling_rows == 0
 
 
+def test_auto_chooses_among_three_modes_and_rolls_only_within_the_target():
+    """The device holds three requests of 200; a host row gets a token in 34 ROLLING steps."""
+
+    def modes(slo_s: float, device_blocks: int, rolling_rows: int = 16) -> set[Mode]:
+        limits = dataclasses.replace(
+            LARGE, tpot_slo_s=slo_s, rolling_rows=rolling_rows, num_device_blocks=device_blocks,
+            can_swap=True,
+        )  # fmt: skip
+        scheduler = Scheduler(limits, Auto(), h200())
+        for i in range(200):
+            scheduler.add(make_request(i, 1000, 100))
+        return {plan.mode for plan in (run_step(scheduler) for _ in range(150)) if plan}
+
+    assert Mode.ROLLING in modes(1.0, 250)
+    assert Mode.ROLLING not in modes(1.0, 250, rolling_rows=0)
+    assert Mode.ROLLING not in modes(0.1, 250)
+    assert modes(1.0, 20_000) == {Mode.DEVICE_ONLY}
+
+
+def test_a_target_that_no_host_row_meets_keeps_requests_off_the_host():
+    scheduler = make_scheduler(Auto(), t4(), tpot_slo_s=0.001)
+    for i in range(6):
+        scheduler.add(make_request(i, 40, 8))
+    plans = run_to_end(scheduler)
+    assert {plan.mode for plan in plans} == {Mode.DEVICE_ONLY}
+
+
+def test_the_first_by_priority_enter_then_the_longest_unserved():
+    scheduler = Scheduler(dataclasses.replace(ROLLING, rolling_rows=1), RollingLane())
+    for i, priority in enumerate((5, 0, 5, -1)):
+        scheduler.add(make_request(i, 20, 6, "host", priority=priority))
+    entered = []
+    while len(entered) < 8:
+        plan = run_step(scheduler)
+        entered += [row.request.request_id for row in plan.rolling.entering]
+    assert entered[:2] == ["r3", "r1"]
+    assert set(entered) == {"r0", "r1", "r2", "r3"}, "an interval of the others is theirs"
+
+
 def test_a_device_with_room_for_all_does_not_roll():
     assert look(h200(), device_blocks=40_000).rolling_rows == 0
 
