@@ -136,9 +136,9 @@ def drive(
                 if record.error is not None:
                     continue  # cut off; a step in flight still gave it a token
                 record.token_s += [now_s] * len(output.token_ids)
+                record.token_on_host += [output.placement == "host"] * len(output.token_ids)
                 if output.finish_reason is None:
                     continue
-                record.on_host = output.placement == "host"
                 record.is_finished = True
                 record.error = output.message
                 bar.update()

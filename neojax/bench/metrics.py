@@ -24,7 +24,8 @@ class RequestRecord:
     input_tokens: int
     sent_s: float
     token_s: list[float] = dataclasses.field(default_factory=list[float])
-    on_host: bool = False  # whether its last token's KV lay on the host
+    token_on_host: list[bool] = dataclasses.field(default_factory=list[bool])
+    """Of each token: whether the KV of its row lay on the host. Empty where that is not known."""
     is_finished: bool = False
     error: str | None = None
 
@@ -42,6 +43,12 @@ class RequestRecord:
     def e2e_s(self) -> float:
         """Time to the last token."""
         return self.token_s[-1] - self.sent_s
+
+    def tpot_s(self, *, on_host: bool) -> float | None:
+        """Mean gap before those tokens after the first that came from one side; None without."""
+        gaps = [gap for gap, at in zip(self.gaps_s, self.token_on_host[1:], strict=False)
+                if at is on_host]  # fmt: skip
+        return statistics.fmean(gaps) if gaps else None
 
     @property
     def gaps_s(self) -> list[float]:
@@ -81,11 +88,13 @@ class Summary:
     total_tokens_per_s: float
     window_requests_per_s: float  # between the 30th and the 70th percent of completions
     s_per_output_token: float  # end to end over output tokens, mean over requests
-    host_share: float  # of output tokens: those of requests that ended with their KV on the host
+    host_share: float  # of output tokens: those whose row had its KV on the host
     ttft_s: Distribution
     tpot_s: Distribution
     itl_s: Distribution
     e2e_s: Distribution
+    device_tpot_s: Distribution | None = None  # of tokens that came from the device; None: of none
+    host_tpot_s: Distribution | None = None  # and from the host: a request may have some of both
 
 
 def summarise(
@@ -113,7 +122,7 @@ def summarise(
     timed = [r for r in good if r.index >= warm_up]
     tokens_in = sum(r.input_tokens for r in counted)
     tokens_out = sum(r.output_tokens for r in counted)
-    on_host = sum(r.output_tokens for r in counted if r.on_host)
+    on_host = sum(sum(r.token_on_host) for r in counted)
     return Summary(
         num_requests=len(counted),
         num_errors=len(records) - len(good),
@@ -130,7 +139,15 @@ def summarise(
         tpot_s=Distribution.of([statistics.fmean(r.gaps_s) for r in timed if r.output_tokens > 1]),
         itl_s=Distribution.of([gap for r in timed for gap in r.gaps_s]),
         e2e_s=Distribution.of([r.e2e_s for r in timed]),
+        device_tpot_s=_tpot(timed, on_host=False),
+        host_tpot_s=_tpot(timed, on_host=True),
     )
+
+
+def _tpot(records: Sequence[RequestRecord], *, on_host: bool) -> Distribution | None:
+    means = (record.tpot_s(on_host=on_host) for record in records)
+    known = [mean for mean in means if mean is not None]
+    return Distribution.of(known) if known else None
 
 
 def window_rate(completions_s: Sequence[float]) -> float:
@@ -149,6 +166,9 @@ def median_of(summaries: Sequence[Summary]) -> Summary:
     """The median of every figure over repeats."""
 
     def median(values: Sequence[Any]) -> Any:
+        values = [value for value in values if value is not None]
+        if not values:
+            return None
         if isinstance(values[0], Distribution):
             columns = zip(*map(dataclasses.astuple, values), strict=True)
             return Distribution(*map(statistics.median, columns))

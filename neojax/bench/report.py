@@ -22,8 +22,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 SUMMARY_HEADER = (
     "req/s", "out tok/s", "window req/s", "TTFT ms p50/p99", "TPOT ms p50/p99", "e2e s p50/p99",
-    "s/token", "on host",
+    "s/token",
 )  # fmt: skip
+PLACEMENT_HEADER = ("on host", "device TPOT ms p50/p99", "host TPOT ms p50/p99")
 
 
 def summary_cells(summary: Summary) -> list[str]:
@@ -36,7 +37,15 @@ def summary_cells(summary: Summary) -> list[str]:
         _p50_p99(summary.tpot_s, 1e3, 1),
         _p50_p99(summary.e2e_s, 1, 2),
         f"{summary.s_per_output_token:.3f}",
+    ]
+
+
+def placement_cells(summary: Summary) -> list[str]:
+    """What came from the host, and how fast either side's tokens came, under PLACEMENT_HEADER."""
+    return [
         f"{summary.host_share:.0%}",
+        _p50_p99(summary.device_tpot_s, 1e3, 1),
+        _p50_p99(summary.host_tpot_s, 1e3, 1),
     ]
 
 
@@ -54,5 +63,7 @@ def latency_table(summary: Summary) -> str:
     return table(("ms", "mean", "p50", "p90", "p99"), rows)
 
 
-def _p50_p99(values: Distribution, scale: float, digits: int) -> str:
+def _p50_p99(values: Distribution | None, scale: float, digits: int) -> str:
+    if values is None:
+        return "-"
     return f"{scale * values.p50:.{digits}f}/{scale * values.p99:.{digits}f}"

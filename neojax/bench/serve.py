@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         sys.exit(f"{PROG}: error: {error}")
     print(f"{config.base_url}, {traffic.name}, {summary.num_requests} requests\n")
     # Where KV lies is not for a client to see.
-    print(table(("", *SUMMARY_HEADER[:-1]), [["", *summary_cells(summary)[:-1]]]) + "\n")
+    print(table(("", *SUMMARY_HEADER), [["", *summary_cells(summary)]]) + "\n")
     print(latency_table(summary))
     if config.output is not None:
         _write(config.output, argv, summary)

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from neojax.bench.metrics import Distribution, Summary, median_of
-from neojax.bench.report import SUMMARY_HEADER, summary_cells, table
+from neojax.bench.report import (
+    PLACEMENT_HEADER,
+    SUMMARY_HEADER,
+    placement_cells,
+    summary_cells,
+    table,
+)
 
 BASELINE = "device-only"
 
@@ -35,6 +41,7 @@ def sweep_table(lines: Sequence[dict[str, Any]]) -> str:
                 [
                     f"{cell} {policy}",
                     *summary_cells(summary),
+                    *placement_cells(summary),
                     _ratio(runs, policies.get(BASELINE, [])),
                     "/".join(map(str, steps)),
                     f"{sum(c['steps_lost'] for c in counters)} "
@@ -45,6 +52,7 @@ def sweep_table(lines: Sequence[dict[str, Any]]) -> str:
     header = (
         "cell, policy",
         *SUMMARY_HEADER,
+        *PLACEMENT_HEADER,
         f"x {BASELINE}",
         "steps device/pipelined/rolling",
         "lost steps (ms)",

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from neojax.bench.load import LoadConfig
 from neojax.bench.measure import hardware, measure
 from neojax.bench.metrics import Summary, median_of
-from neojax.bench.report import SUMMARY_HEADER, summary_cells, table
+from neojax.bench.report import (
+    PLACEMENT_HEADER,
+    SUMMARY_HEADER,
+    placement_cells,
+    summary_cells,
+    table,
+)
 from neojax.cli import parse
 from neojax.config import EngineConfig
 
@@ -73,9 +79,15 @@ def main(argv: list[str]) -> int:
         results.append(Result(policy, way, median, spread))
     engine.close()
     print(f"{config.model}, {config.workload}, {hardware()}\n")
-    header = ("policy, arrivals", *SUMMARY_HEADER, "spread")
+    header = ("policy, arrivals", *SUMMARY_HEADER, *PLACEMENT_HEADER, "spread")
     rows = [
-        [f"{r.policy} {r.arrivals}", *summary_cells(r.summary), f"{r.spread:.1%}"] for r in results
+        [
+            f"{r.policy} {r.arrivals}",
+            *summary_cells(r.summary),
+            *placement_cells(r.summary),
+            f"{r.spread:.1%}",
+        ]
+        for r in results
     ]
     print(table(header, rows))
     if config.output is not None:

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from neojax.bench.load import LoadConfig
-from neojax.bench.report import SUMMARY_HEADER, summary_cells, table
+from neojax.bench.report import (
+    PLACEMENT_HEADER,
+    SUMMARY_HEADER,
+    placement_cells,
+    summary_cells,
+    table,
+)
 from neojax.cli import parse
 from neojax.plan.machine import EFFICIENCY, HOST_KERNELS, resolve_machine
 from neojax.plan.model_sizes import resolve_model
@@ -150,13 +156,16 @@ def policy_table(results: dict[str, SimulatedRun]) -> str:
             [
                 policy,
                 *summary_cells(run.summary),
+                *placement_cells(run.summary),
                 "-" if base is None else f"{rate / base.summary.requests_per_s:.3f}",
                 f"{counters.steps_device_only}/{counters.steps_pipelined}/{counters.steps_rolling}",
                 f"{run.device_share:.0%}/{run.host_share:.0%}",
             ]
         )
-    header = ("policy", *SUMMARY_HEADER, f"x {BASELINE}", "steps device/pipelined/rolling",
-              "busy device/host")  # fmt: skip
+    header = (
+        "policy", *SUMMARY_HEADER, *PLACEMENT_HEADER, f"x {BASELINE}",
+        "steps device/pipelined/rolling", "busy device/host",
+    )  # fmt: skip
     return table(header, rows)
 
 

@@ -21,7 +21,7 @@ def record(index: int, sent_s: float, *token_s: float, **fields: object) -> Requ
 
 
 def test_every_figure_of_two_requests():
-    records = [record(0, 100.0, 101.0, 102.0, 104.0), record(1, 101.0, 104.0, on_host=True)]
+    records = [record(0, 100.0, 101.0, 102.0, 104.0), record(1, 101.0, 104.0, token_on_host=[True])]
     summary = summarise(records, start_s=100.0)
     assert summary.seconds == 4
     assert summary.requests_per_s == 0.5
@@ -34,6 +34,19 @@ def test_every_figure_of_two_requests():
     assert summary.itl_s.mean == 1.5
     assert summary.itl_s.p99 == pytest.approx(1.99)
     assert summary.e2e_s.p90 == pytest.approx(3.9)
+
+
+def test_each_side_has_its_own_time_per_token():
+    """A request that moved counts on either side, each token where its row was."""
+    device = record(0, 0.0, 1.0, 2.0, 3.0, token_on_host=[False] * 3)
+    host = record(1, 0.0, 1.0, 6.0, token_on_host=[True, True])
+    moved = record(2, 0.0, 1.0, 8.0, 10.0, 13.0, token_on_host=[True, True, False, False])
+    summary = summarise([device, host, moved], start_s=0.0)
+    assert summary.device_tpot_s.mean == pytest.approx((1 + 2.5) / 2)
+    assert summary.host_tpot_s.p50 == pytest.approx(6)
+    assert summary.host_share == pytest.approx(4 / 9)
+    unknown = summarise([record(0, 0.0, 1.0, 2.0)], start_s=0.0)
+    assert unknown.host_tpot_s is None
 
 
 def test_warm_up_leaves_out_the_first_sent_and_the_first_completed():

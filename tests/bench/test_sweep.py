@@ -128,7 +128,8 @@ def test_ratios_pair_the_runs_of_one_repeat():
         distribution = dict.fromkeys(("mean", "p50", "p90", "p99"), 1.0)
         names = sweep_table.Summary.__slots__
         summary = {name: distribution if name.endswith("_s") and name in
-                   ("ttft_s", "tpot_s", "itl_s", "e2e_s") else 1.0 for name in names}  # fmt: skip
+                   ("ttft_s", "tpot_s", "itl_s", "e2e_s", "device_tpot_s", "host_tpot_s")
+                   else 1.0 for name in names}  # fmt: skip
         summary |= {"requests_per_s": rate, "num_errors": 0}
         return {
             "cell": "all:8/4", "policy": policy, "repeat": repeat, "settings": {}, "hardware": "h",
