@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <ctime>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -35,6 +36,24 @@ void TestEveryWorkerRunsEveryJobOnce() {
     pool.Run(5, [&](int) { ++ran; });
     CHECK(ran == 1);
   }
+}
+
+double ProcessCpuSeconds() {
+  return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+}
+
+void TestArmedThreadsThatGetNoJobLeaveTheirCores() {
+  WorkerPool pool(4);
+  pool.Arm(1);
+  pool.Run(4, [](int) {});
+  const double before = ProcessCpuSeconds();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  // Three that span all the while would have taken 0.2 s at least.
+  CHECK(ProcessCpuSeconds() - before < 0.1);
+  std::atomic<int> ran{0};
+  pool.Run(4, [&](int) { ++ran; });
+  CHECK(ran == 4);
+  pool.Arm(-1);
 }
 
 void TestEveryItemIsTakenOnce() {
@@ -278,6 +297,7 @@ void TestStoreAndFetchCheckTheirRows() {
 
 int main() {
   neojax::TestEveryWorkerRunsEveryJobOnce();
+  neojax::TestArmedThreadsThatGetNoJobLeaveTheirCores();
   neojax::TestEveryItemIsTakenOnce();
   neojax::TestJobsOfSeveralCallersDoNotMix();
   neojax::TestBadPoolsAreRefused();
