@@ -63,7 +63,7 @@ class RollingMachine(SchedulerMachine):
         has_groups = bool(plan.rolling.entering) or any(True for _ in self.scheduler.rows_under_way)
         assert plan.mode is Mode.ROLLING or not has_groups
 
-    def check_oldest(self) -> None:
+    def check_oldest(self, plan: Plan) -> None:
         """Two rows enter at a time, and those of higher priority first."""
 
 
@@ -94,7 +94,7 @@ class ModesMachine(SchedulerMachine):
             self.leaves = plan.step + MAX_WAIT_STEPS + 1
         assert plan.step <= self.leaves, "groups were parked for ever"
 
-    def check_oldest(self) -> None:
+    def check_oldest(self, plan: Plan) -> None:
         """Whoever is passed over has its turn later: see `Supervision`."""
 
 
