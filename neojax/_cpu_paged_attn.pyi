@@ -297,7 +297,14 @@ def ffi_api_version() -> tuple[int, int]:
     """XLA FFI API version this library was built with."""
 
 _Targets: TypeAlias = dict[
-    Literal["neojax.start.v1", "neojax.join.v1", "neojax.store.v1", "neojax.fetch.v1"], object
+    Literal[
+        "neojax.start.v2",
+        "neojax.join.v1",
+        "neojax.exchange.v1",
+        "neojax.store.v1",
+        "neojax.fetch.v1",
+    ],
+    object,
 ]
 
 def registrations() -> _Targets:

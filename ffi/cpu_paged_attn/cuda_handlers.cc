@@ -2,6 +2,7 @@
 // CPU's. They enqueue and return. Not marked as fit for command buffers: a
 // replayed graph would not call them.
 #include <memory>
+#include <string_view>
 
 #include "ffi/cpu_paged_attn/cuda_lane.h"
 #include "ffi/cpu_paged_attn/ffi_checks.h"
@@ -37,24 +38,21 @@ Error PassTie(CudaStream stream, const ffi::AnyBuffer& tie,
   return lane.cuda()->Copy(stream, At(out), At(tie), tie.size_bytes());
 }
 
-ffi::Error StartImpl(CudaStream stream, ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
+ffi::Error StartImpl(CudaStream stream, ffi::AnyBuffer message,
                      ffi::AnyBuffer tie, int64_t lane_id, int64_t channel,
+                     int64_t num_rows, std::string_view dtype_name,
                      ffi::Result<ffi::AnyBuffer> ticket,
                      ffi::Result<ffi::AnyBuffer> tie_out) {
-  return Guarded("neojax.start.v1", [&]() -> Error {
+  return Guarded("neojax.start.v2", [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
-    int64_t num_rows;
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckFloats("rows", rows, "[B, (N+2K)*H]", lane->row_elements(), &dtype,
-                    &num_rows);
-    if (e.empty()) e = CheckInt32("hdr", hdr, 3);
+    e = CheckMessage(message, *lane, dtype_name, num_rows, &dtype);
     if (e.empty()) e = CheckInt32("ticket", *ticket, 1);
     if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
     if (!e.empty()) return e;
-    return lane->cuda()->Start(stream, channel, At(rows), dtype, num_rows,
-                               At(hdr));
+    return lane->cuda()->Start(stream, channel, At(message), dtype, num_rows);
   });
 }
 
@@ -69,15 +67,34 @@ ffi::Error JoinImpl(CudaStream stream, ffi::AnyBuffer ticket,
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
     e = CheckInt32("ticket", ticket, 1);
-    if (e.empty()) {
-      e = CheckFloats(
-          "out", *out, "[B, N*H]",
-          int64_t{lane->options().num_q_heads} * lane->shape().head_dim, &dtype,
-          &num_rows);
-    }
+    if (e.empty()) e = CheckOut(*out, *lane, &dtype, &num_rows);
     if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
     if (!e.empty()) return e;
     return lane->cuda()->Join(stream, channel, At(out), dtype, num_rows);
+  });
+}
+
+ffi::Error ExchangeImpl(CudaStream stream, ffi::AnyBuffer message,
+                        ffi::AnyBuffer ticket, int64_t lane_id, int64_t channel,
+                        std::string_view dtype_name,
+                        ffi::Result<ffi::AnyBuffer> out,
+                        ffi::Result<ffi::AnyBuffer> ticket_out) {
+  return Guarded("neojax.exchange.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    Dtype started, joined;
+    int64_t num_rows;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckOut(*out, *lane, &joined, &num_rows);
+    if (e.empty()) {
+      e = CheckMessage(message, *lane, dtype_name, num_rows, &started);
+    }
+    if (e.empty()) e = CheckInt32("ticket", ticket, 1);
+    if (e.empty()) e = CheckInt32("ticket", *ticket_out, 1);
+    if (!e.empty()) return e;
+    e = lane->cuda()->Start(stream, channel, At(message), started, num_rows);
+    if (!e.empty()) return e;
+    return lane->cuda()->Join(stream, channel, At(out), joined, num_rows);
   });
 }
 
@@ -169,11 +186,12 @@ ffi::Error JoinSwapInImpl(CudaStream stream, ffi::AnyBuffer ticket,
 XLA_FFI_DEFINE_HANDLER(kStart, StartImpl,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // rows
-                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Arg<ffi::AnyBuffer>()  // message
                            .Arg<ffi::AnyBuffer>()  // tie
                            .Attr<int64_t>("lane")
                            .Attr<int64_t>("channel")
+                           .Attr<int64_t>("rows")
+                           .Attr<std::string_view>("dtype")
                            .Ret<ffi::AnyBuffer>()    // ticket, not written
                            .Ret<ffi::AnyBuffer>());  // tie
 
@@ -186,6 +204,17 @@ XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl,
                            .Attr<int64_t>("channel")
                            .Ret<ffi::AnyBuffer>()    // out
                            .Ret<ffi::AnyBuffer>());  // tie
+
+XLA_FFI_DEFINE_HANDLER(kExchange, ExchangeImpl,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CudaStream>>()
+                           .Arg<ffi::AnyBuffer>()  // message
+                           .Arg<ffi::AnyBuffer>()  // ticket
+                           .Attr<int64_t>("lane")
+                           .Attr<int64_t>("channel")
+                           .Attr<std::string_view>("dtype")
+                           .Ret<ffi::AnyBuffer>()    // out
+                           .Ret<ffi::AnyBuffer>());  // ticket, not written
 
 XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl,
                        ffi::Ffi::Bind()
@@ -235,8 +264,9 @@ XLA_FFI_DEFINE_HANDLER(kJoinSwapIn, JoinSwapInImpl,
 
 std::vector<std::pair<const char*, void*>> CudaHandlers() {
   return {
-      {"neojax.start.v1", reinterpret_cast<void*>(kStart)},
+      {"neojax.start.v2", reinterpret_cast<void*>(kStart)},
       {"neojax.join.v1", reinterpret_cast<void*>(kJoin)},
+      {"neojax.exchange.v1", reinterpret_cast<void*>(kExchange)},
       {"neojax.store.v1", reinterpret_cast<void*>(kStore)},
       {"neojax.fetch.v1", reinterpret_cast<void*>(kFetch)},
       {"neojax.swap_out.v1", reinterpret_cast<void*>(kSwapOut)},

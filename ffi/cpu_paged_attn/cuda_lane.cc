@@ -92,8 +92,8 @@ Error CudaLane::Queue(Error error, Trip& trip, uint32_t number,
   return error;
 }
 
-Error CudaLane::Start(CudaStream stream, int64_t channel, DevicePtr rows,
-                      Dtype dtype, int64_t num_rows, DevicePtr hdr) {
+Error CudaLane::Start(CudaStream stream, int64_t channel, DevicePtr message,
+                      Dtype dtype, int64_t num_rows) {
   const LaneOptions& options = lane_.options();
   if (channel < 0 || channel >= options.total_channels()) {
     return "channel is " + Text(channel) + "; the lane has " +
@@ -117,10 +117,7 @@ Error CudaLane::Start(CudaStream stream, int64_t channel, DevicePtr rows,
   const int64_t out_bytes =
       num_rows * options.num_q_heads * lane_.shape().head_dim * size;
   const uint32_t number = ++slot.launched;
-  error = Copy(stream, slot.device_in, hdr, sizeof(Hdr));
-  if (error.empty()) {
-    error = Copy(stream, slot.device_in + kHeaderBytes, rows, in_bytes);
-  }
+  error = Copy(stream, slot.device_in, message, kHeaderBytes + in_bytes);
   if (error.empty()) error = CopyDown(stream, down_, slot, number, in_bytes);
   if (error.empty()) error = Await(up_, slot, number);
   if (error.empty()) {

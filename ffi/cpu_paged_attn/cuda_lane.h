@@ -77,10 +77,11 @@ class CudaLane {
   const CudaReport& report() const { return report_; }
 
   // The handlers' part, in the order of the calls of one XLA stream. Pointers
-  // are the device's; sizes as in HostLane. `hdr` is int32[3] there too, so a
-  // wrong one is found by the job: HostLane::error().
-  Error Start(CudaStream stream, int64_t channel, DevicePtr rows, Dtype dtype,
-              int64_t num_rows, DevicePtr hdr);
+  // are the device's; sizes as in HostLane. A hdr is int32[3] there too, so a
+  // wrong one is found by the job: HostLane::error(). A message is a hdr, and
+  // from kHeaderBytes on the rows.
+  Error Start(CudaStream stream, int64_t channel, DevicePtr message,
+              Dtype dtype, int64_t num_rows);
   Error Join(CudaStream stream, int64_t channel, DevicePtr out, Dtype dtype,
              int64_t num_rows);
   Error StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
@@ -108,7 +109,6 @@ class CudaLane {
   void Close();
 
  private:
-  static constexpr int64_t kHeaderBytes = 64;
   static constexpr int kNumPieces = 8;
   static constexpr int kNumSwapPieces = 4;
 

@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "ffi/cpu_paged_attn/lane.h"
 #include "xla/ffi/api/ffi.h"
@@ -30,6 +31,8 @@ inline std::string Describe(ffi::DataType type, Dims dims) {
                      : type == ffi::BF16 ? "bfloat16"
                      : type == ffi::F16  ? "float16"
                      : type == ffi::S32  ? "int32"
+                     : type == ffi::U32  ? "uint32"
+                     : type == ffi::U16  ? "uint16"
                                          : "another type";
   std::string out = std::string(name) + "[";
   for (size_t i = 0; i < dims.size(); ++i) {
@@ -73,10 +76,46 @@ Error CheckFloats(const char* name, const Buffer& buffer, const char* letters,
          Describe(buffer.element_type(), dims);
 }
 
+// An array that begins with a hdr and, from kHeaderBytes on, num_rows rows,
+// all by their bits: unsigned integers of the rows' size. What follows is no
+// business of the lane.
+inline Error CheckMessage(const ffi::AnyBuffer& message, const HostLane& lane,
+                          std::string_view name, int64_t num_rows,
+                          Dtype* dtype) {
+  Dims dims = message.dimensions();
+  const ffi::DataType type = message.element_type();
+  *dtype = name == "float32"    ? Dtype::kFloat32
+           : name == "bfloat16" ? Dtype::kBFloat16
+                                : Dtype::kFloat16;
+  if (name != DtypeName(*dtype)) {
+    return "dtype must be float32, bfloat16 or float16, got " +
+           std::string(name);
+  }
+  const int64_t size = ElementSize(*dtype);
+  const int64_t bytes = kHeaderBytes + num_rows * lane.row_elements() * size;
+  if (type == (size == 4 ? ffi::U32 : ffi::U16) && dims.size() == 1 &&
+      num_rows >= 0 && dims[0] * size >= bytes) {
+    return {};
+  }
+  return std::string("message must be uint") + (size == 4 ? "32" : "16") +
+         " of " + std::to_string(bytes / size) + " elements or more for " +
+         std::to_string(num_rows) + " rows, got " + Describe(type, dims);
+}
+
 inline Error FindLane(int64_t id, std::shared_ptr<HostLane>* lane) {
   *lane = HostLane::Find(id);
   if (*lane != nullptr) return {};
   return "lane " + std::to_string(id) + " does not exist or is closed";
+}
+
+// What joined rows get, [B, N * H].
+template <class Buffer>
+Error CheckOut(const Buffer& out, const HostLane& lane, Dtype* dtype,
+               int64_t* num_rows) {
+  return CheckFloats(
+      "out", out, "[B, N*H]",
+      int64_t{lane.options().num_q_heads} * lane.shape().head_dim, dtype,
+      num_rows);
 }
 
 // A scratch array of a fetch, [S, K, H].

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <memory>
+#include <string_view>
 
 #include "ffi/cpu_paged_attn/ffi_checks.h"
 #include "ffi/cpu_paged_attn/lane.h"
@@ -13,6 +14,10 @@ namespace {
 Hdr LoadHdr(const ffi::AnyBuffer& hdr) {
   const int32_t* x = static_cast<const int32_t*>(hdr.untyped_data());
   return {x[0], x[1], x[2]};
+}
+
+const char* RowsOf(const ffi::AnyBuffer& message) {
+  return static_cast<const char*>(message.untyped_data()) + kHeaderBytes;
 }
 
 // XLA does not always honour the alias of the tie (on GPUs not for a sliced
@@ -28,27 +33,24 @@ Error PassTie(const ffi::AnyBuffer& tie, ffi::Result<ffi::AnyBuffer>& out,
   return {};
 }
 
-ffi::Error StartImpl(ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
-                     ffi::AnyBuffer tie, int64_t lane_id, int64_t channel,
+ffi::Error StartImpl(ffi::AnyBuffer message, ffi::AnyBuffer tie,
+                     int64_t lane_id, int64_t channel, int64_t num_rows,
+                     std::string_view dtype_name,
                      ffi::Result<ffi::AnyBuffer> ticket,
                      ffi::Result<ffi::AnyBuffer> tie_out) {
-  return Guarded("neojax.start.v1", [&]() -> Error {
+  return Guarded("neojax.start.v2", [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
-    int64_t num_rows;
     Error e = FindLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckFloats("rows", rows, "[B, (N+2K)*H]", lane->row_elements(), &dtype,
-                    &num_rows);
-    if (!e.empty()) return e;
-    e = CheckInt32("hdr", hdr, 3);
+    e = CheckMessage(message, *lane, dtype_name, num_rows, &dtype);
     if (!e.empty()) return e;
     e = CheckInt32("ticket", *ticket, 1);
     if (!e.empty()) return e;
     e = PassTie(tie, tie_out, *lane);
     if (!e.empty()) return e;
-    return lane->Start(channel, rows.untyped_data(), dtype, num_rows,
-                       LoadHdr(hdr),
+    return lane->Start(channel, RowsOf(message), dtype, num_rows,
+                       LoadHdr(message),
                        static_cast<int32_t*>(ticket->untyped_data()));
   });
 }
@@ -64,16 +66,42 @@ ffi::Error JoinImpl(ffi::AnyBuffer ticket, ffi::AnyBuffer tie, int64_t lane_id,
     if (!e.empty()) return e;
     e = CheckInt32("ticket", ticket, 1);
     if (!e.empty()) return e;
-    e = CheckFloats(
-        "out", *out, "[B, N*H]",
-        int64_t{lane->options().num_q_heads} * lane->shape().head_dim, &dtype,
-        &num_rows);
+    e = CheckOut(*out, *lane, &dtype, &num_rows);
     if (!e.empty()) return e;
     e = PassTie(tie, tie_out, *lane);
     if (!e.empty()) return e;
     return lane->Join(channel,
                       *static_cast<const int32_t*>(ticket.untyped_data()),
                       out->untyped_data(), dtype, num_rows);
+  });
+}
+
+ffi::Error ExchangeImpl(ffi::AnyBuffer message, ffi::AnyBuffer ticket,
+                        int64_t lane_id, int64_t channel,
+                        std::string_view dtype_name,
+                        ffi::Result<ffi::AnyBuffer> out,
+                        ffi::Result<ffi::AnyBuffer> ticket_out) {
+  return Guarded("neojax.exchange.v1", [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    Dtype started, joined;
+    int64_t num_rows;
+    Error e = FindLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckOut(*out, *lane, &joined, &num_rows);
+    if (!e.empty()) return e;
+    e = CheckMessage(message, *lane, dtype_name, num_rows, &started);
+    if (!e.empty()) return e;
+    e = CheckInt32("ticket", ticket, 1);
+    if (!e.empty()) return e;
+    e = CheckInt32("ticket", *ticket_out, 1);
+    if (!e.empty()) return e;
+    // The tickets may share their memory.
+    const int32_t oldest = *static_cast<const int32_t*>(ticket.untyped_data());
+    e = lane->Start(channel, RowsOf(message), started, num_rows,
+                    LoadHdr(message),
+                    static_cast<int32_t*>(ticket_out->untyped_data()));
+    if (!e.empty()) return e;
+    return lane->Join(channel, oldest, out->untyped_data(), joined, num_rows);
   });
 }
 
@@ -173,11 +201,12 @@ ffi::Error JoinSwapInImpl(ffi::AnyBuffer ticket, ffi::AnyBuffer hdr,
 
 XLA_FFI_DEFINE_HANDLER(kStart, StartImpl,
                        ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // rows
-                           .Arg<ffi::AnyBuffer>()  // hdr
+                           .Arg<ffi::AnyBuffer>()  // message
                            .Arg<ffi::AnyBuffer>()  // tie
                            .Attr<int64_t>("lane")
                            .Attr<int64_t>("channel")
+                           .Attr<int64_t>("rows")
+                           .Attr<std::string_view>("dtype")
                            .Ret<ffi::AnyBuffer>()    // ticket
                            .Ret<ffi::AnyBuffer>());  // tie
 
@@ -189,6 +218,16 @@ XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl,
                            .Attr<int64_t>("channel")
                            .Ret<ffi::AnyBuffer>()    // out
                            .Ret<ffi::AnyBuffer>());  // tie
+
+XLA_FFI_DEFINE_HANDLER(kExchange, ExchangeImpl,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()  // message
+                           .Arg<ffi::AnyBuffer>()  // ticket
+                           .Attr<int64_t>("lane")
+                           .Attr<int64_t>("channel")
+                           .Attr<std::string_view>("dtype")
+                           .Ret<ffi::AnyBuffer>()    // out
+                           .Ret<ffi::AnyBuffer>());  // ticket
 
 XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl,
                        ffi::Ffi::Bind()
@@ -233,8 +272,9 @@ XLA_FFI_DEFINE_HANDLER(kJoinSwapIn, JoinSwapInImpl,
 
 std::vector<std::pair<const char*, void*>> CpuHandlers() {
   return {
-      {"neojax.start.v1", reinterpret_cast<void*>(kStart)},
+      {"neojax.start.v2", reinterpret_cast<void*>(kStart)},
       {"neojax.join.v1", reinterpret_cast<void*>(kJoin)},
+      {"neojax.exchange.v1", reinterpret_cast<void*>(kExchange)},
       {"neojax.store.v1", reinterpret_cast<void*>(kStore)},
       {"neojax.fetch.v1", reinterpret_cast<void*>(kFetch)},
       {"neojax.swap_out.v1", reinterpret_cast<void*>(kSwapOut)},

@@ -34,6 +34,10 @@ struct Hdr {
   int32_t plan, layer, n;
 };
 
+// What a start is given is one array, so that one copy moves it: the hdr, and
+// from here on the rows.
+constexpr int64_t kHeaderBytes = 64;
+
 // A call that moves whole blocks of neighbouring layers: room for num_blocks of
 // each, [num_layers, num_blocks, block_bytes]. Its hdr, int32[2 + num_blocks],
 // is (first layer, n, the arena's blocks); only the first n are moved.

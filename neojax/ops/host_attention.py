@@ -12,6 +12,7 @@ dispatch path.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,41 @@ from neojax import _cpu_paged_attn as native
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
-    from jaxtyping import Array, Float, Int32, Shaped
+    from jaxtyping import Array, Float, Int32, Shaped, UInt
+
+
+HEADER_BYTES = 64
+"""Of a message: what is before its rows."""
+
+
+def message(
+    rows: Float[Array, "B C"], hdr: Int32[Array, "3"], *riders: Float[Array, "..."]
+) -> UInt[Array, "M"]:
+    """All that starts a job, in one array: one kernel writes and one copy moves it.
+
+    By bits, as unsigned integers of the rows' size: no arithmetic may touch the header's.
+
+    Args:
+      rows, hdr: as for `start`.
+      riders: arrays of the rows' type that ride behind them; no business of the lane.
+    """
+    unsigned = jnp.uint32 if rows.dtype.itemsize == 4 else jnp.uint16
+    # Computed word by word: to reinterpret the header would be a kernel of its own.
+    pieces = 4 // rows.dtype.itemsize  # of a word, the lowest first
+    index = jnp.arange(HEADER_BYTES // rows.dtype.itemsize, dtype=jnp.int32)
+    words = sum(jnp.where(index // pieces == i, hdr[i], 0) for i in range(3))
+    shifts = index % pieces * (8 * rows.dtype.itemsize)
+    header = jax.lax.shift_right_logical(words, shifts).astype(unsigned)
+    bits = [jax.lax.bitcast_convert_type(a, unsigned).reshape(-1) for a in (rows, *riders)]
+    return jnp.concatenate([header, *bits])
+
+
+def last_rider(
+    message: UInt[Array, "M"], shape: tuple[int, ...], dtype: DTypeLike
+) -> Float[Array, "..."]:
+    """The last array that rides in a message."""
+    bits = message[len(message) - math.prod(shape) :].reshape(shape)
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def start(
@@ -46,13 +81,51 @@ def start(
     Returns:
       The ticket for `join`, and the tie.
     """
-    call = jax.ffi.ffi_call(
-        "neojax.start.v1",
-        (jax.ShapeDtypeStruct((1,), jnp.int32), _like(tie)),
-        input_output_aliases={2: 1},
+    call = jax.ffi.ffi_call("neojax.start.v2", (_TICKET, _like(tie)), input_output_aliases={1: 1})
+    ticket, tie = call(
+        message(rows, hdr),
+        tie,
+        lane=np.int64(lane),
+        channel=np.int64(channel),
+        rows=np.int64(len(rows)),
+        dtype=rows.dtype.name,
     )
-    ticket, tie = call(rows, hdr, tie, lane=np.int64(lane), channel=np.int64(channel))
     return ticket, tie
+
+
+def exchange(
+    message: UInt[Array, "M"],
+    ticket: Int32[Array, "1"],
+    *,
+    lane: int,
+    channel: int,
+    num_rows: int,
+    num_q_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B NH"], Int32[Array, "1"]]:
+    """A start and the join of the channel's oldest job in one call.
+
+    It needs no tie where the rows come of what the last exchange gave, and what it gives is used:
+    that is an order. A stream of kernels is cut once instead of twice.
+
+    Args:
+      message: of the job that starts: num_rows rows of dtype, what comes back likewise.
+      ticket: of the job to join, of as many rows.
+
+    Returns:
+      out [B, N*H] as `join` gives it, and the ticket of the job that started.
+    """
+    out = jax.ShapeDtypeStruct((num_rows, num_q_heads * head_dim), dtype)
+    call = jax.ffi.ffi_call("neojax.exchange.v1", (out, _TICKET), input_output_aliases={1: 1})
+    attended, ticket = call(
+        message,
+        ticket,
+        lane=np.int64(lane),
+        channel=np.int64(channel),
+        dtype=jnp.dtype(dtype).name,
+    )
+    return attended, ticket
 
 
 def join(
@@ -69,7 +142,7 @@ def join(
     """Waits for the channel's oldest job.
 
     Args:
-      ticket: what `start` returned.
+      ticket: what `start` or `exchange` returned.
       num_rows: B of the rows given to `start`.
       dtype: that of the rows.
 
@@ -100,7 +173,7 @@ def store(
     """
     call = jax.ffi.ffi_call(
         "neojax.store.v1",
-        (jax.ShapeDtypeStruct((1,), jnp.int32), _like(tie)),
+        (_TICKET, _like(tie)),
         input_output_aliases={2: 1},
     )
     done, tie = call(rows, hdr, tie, lane=np.int64(lane))
@@ -129,6 +202,9 @@ def fetch(
     )
     k_scratch, v_scratch = call(hdr, k_scratch, v_scratch, lane=np.int64(lane))
     return k_scratch, v_scratch
+
+
+_TICKET = jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -45,7 +45,7 @@ from neojax.scheduler.plan import Mode, Row
 class Parked(NamedTuple):
     """A layer's group of host rows between two steps. Donated by the programs that advance it."""
 
-    x: Any  # residual [c, D]
+    message: Any  # what started its attention; its residual [c, D] rides in it
     ticket: Any  # of its attention, int32[1]
 
 
@@ -132,16 +132,30 @@ def _layer(
 ) -> tuple[KV, KV | None, Parked, jax.Array]:
     assert stages.channel is not None
     lane, channel = stages.channel.lane, stages.channel.index
-    model, num_tokens = stages.model, stages.layout.shape.num_tokens
+    model, (num_tokens, c) = stages.model, stages.layout.shape
     meta = stages.layout.attention(packed.attention)
     groups = meta.rolling
     positions = stages.layout.rows(packed).positions[:num_tokens]
     positions = jnp.concatenate([positions, groups.positions[layer]])
     q, k, v = project(model.merge_layer(leaves), x, positions)
-    group_rows = side_by_side(a[num_tokens:] for a in (q, k, v))
-    # The group's residual is the tie: the next layer's calls come after it, and it is small.
+    parked_x = host_attention.last_rider(parked.message, (c, x.shape[1]), x.dtype)
+    # The residual of the group that comes is read before that of the group that goes is parked in
+    # its place: without the barrier XLA would rather copy.
+    entering = jnp.concatenate([x[:num_tokens], parked_x])
+    x, entering = jax.lax.optimization_barrier((x, entering))
     hdr = jnp.stack([groups.plan[layer], layer, groups.num_rows[layer]])
-    ticket, tie = host_attention.start(group_rows, hdr, x[num_tokens:], lane=lane, channel=channel)
+    group_rows = side_by_side(a[num_tokens:] for a in (q, k, v))
+    message = host_attention.message(group_rows, hdr, x[num_tokens:])
+    out, ticket = host_attention.exchange(
+        message,
+        parked.ticket,
+        lane=lane,
+        channel=channel,
+        num_rows=c,
+        num_q_heads=model.num_heads,
+        head_dim=model.head_dim,
+        dtype=x.dtype,
+    )
     q, k, v = q[:num_tokens], k[:num_tokens], v[:num_tokens]
     kv = stages.append(kv, meta.kv_slots, k, v)
     attended = stages.attend_device(q, kv.k, kv.v, tiles, decodes, NewRows(k, v))
@@ -150,36 +164,24 @@ def _layer(
         scratch, attended, _ = stages.attend_host_chunks(
             packed.attention, layer, rows, attended, scratch
         )
-    out, tie = host_attention.join(
-        parked.ticket,
-        tie,
-        lane=lane,
-        channel=channel,
-        num_rows=len(parked.x),
-        num_q_heads=model.num_heads,
-        head_dim=model.head_dim,
-        dtype=x.dtype,
-    )
     x = finish(
         model.merge_layer(leaves),
-        jnp.concatenate([x[:num_tokens], parked.x]),
+        entering,
         positions,
-        jnp.concatenate([attended, out.reshape(len(out), *attended.shape[1:])]),
+        jnp.concatenate([attended, out.reshape(c, *attended.shape[1:])]),
     )
-    return kv, scratch, Parked(tie, ticket), x
+    return kv, scratch, Parked(message, ticket), x
 
 
 def park(stages: Stages, x: Float[Array, "c D"]) -> Parked:
     """A group without rows: what each layer has before the first step."""
     assert stages.channel is not None
+    rows = jnp.zeros((len(x), stages.model.row_width), x.dtype)
+    hdr = jnp.array([NO_PLAN, 0, 0], jnp.int32)
     ticket, x = host_attention.start(
-        jnp.zeros((len(x), stages.model.row_width), x.dtype),
-        jnp.array([NO_PLAN, 0, 0], jnp.int32),
-        x,
-        lane=stages.channel.lane,
-        channel=stages.channel.index,
+        rows, hdr, x, lane=stages.channel.lane, channel=stages.channel.index
     )
-    return Parked(x, ticket)
+    return Parked(host_attention.message(rows, hdr, x), ticket)
 
 
 class RollingPrograms(Programs):
@@ -202,14 +204,15 @@ class RollingPrograms(Programs):
             )
             for shape in attentions
         }
-        self.park = jax.jit(functools.partial(park, stages), donate_argnums=0)
+        self.park = jax.jit(functools.partial(park, stages))
 
     def signatures(self, a: Arguments) -> Iterator[Signature]:
         """Every program that a ROLLING step of this shape may run."""
         yield from super().signatures(a)
         shape, spec = self.shape, jax.ShapeDtypeStruct
         layout, group = self.stages.layout, a.layers_per_program
-        parked = Parked(spec((shape.num_host_rows, a.hidden_size), a.dtype), spec((1,), jnp.int32))
+        group_x = spec((shape.num_host_rows, a.hidden_size), a.dtype)
+        parked = jax.eval_shape(functools.partial(park, self.stages), group_x)
         packed = jax.eval_shape(layout.split, spec((layout.size,), jnp.int32))
         x = spec((shape.num_rows, a.hidden_size), a.dtype)
         for attention, function in self.rolling.items():
@@ -228,4 +231,4 @@ class RollingPrograms(Programs):
                 )
                 yield Signature("rolling", shape, function, args)
         if self.parks:
-            yield Signature("park", shape, self.park, (parked.x,))
+            yield Signature("park", shape, self.park, (group_x,))

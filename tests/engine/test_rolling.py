@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -193,6 +194,12 @@ def test_nothing_compiles_after_warm_up_and_no_program_copies_a_pool():
     pools = [engine.runner._state.pools[0].k.size, engine.runner._state.scratch[0].k.size]
     for signature, program in compiled:
         assert not sizes_copied(program) & set(pools), (signature.name, signature.shape)
+    # A hop is one call: each cuts a GPU's graph of kernels in two.
+    rolling = [program.as_text() for signature, program in compiled if signature.name == "rolling"]
+    assert rolling
+    for text in rolling:
+        calls = re.findall(r"custom_call_target=\"neojax\.(start|join|exchange)", text)
+        assert calls == ["exchange"] * 2
     tables = engine.runner.profile(progress=False)
     assert tables.linear[Mode.ROLLING](8) > 0
     engine.set_block_limit(14)

@@ -356,9 +356,10 @@ def check_ties_of_their_own() -> str:
     @jax.jit
     def program(rows: jax.Array, hdr: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
         like, token = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1,), jnp.int32)
-        start = jax.ffi.ffi_call("neojax.start.v1", (token, like))
+        start = jax.ffi.ffi_call("neojax.start.v2", (token, like))
         join = jax.ffi.ffi_call("neojax.join.v1", (out, like))
-        ticket, tie = start(rows, hdr, x, **attributes)
+        message = host_attention.message(rows, hdr)
+        ticket, tie = start(message, x, rows=np.int64(4), dtype="float32", **attributes)
         attended, tie = join(ticket, tie * 2, **attributes)
         return attended, tie
 

@@ -48,22 +48,30 @@ def test_wrong_calls_name_the_argument_and_leave_the_lane_usable(pool: native.Wo
     refuses(r"hdr\[2\] is n=3; plan 0 has 2 rows", pad_rows(case.rows, 4), hdr(0, 0, 3), tie)
     refuses(r"rows has 5 rows; channel 0 takes 4", pad_rows(case.rows, 5),
             hdr(0, 0, 1), tie)  # fmt: skip
-    refuses(r"rows must be .* 640 columns, got float32\[2, 639\]", case.rows[:, 1:],
-            hdr(0, 0, 1), tie)  # fmt: skip
+    refuses(r"message must be uint32 of 1296 elements or more for 2 rows, got uint32\[1294\]",
+            case.rows[:, 1:], hdr(0, 0, 1), tie)  # fmt: skip
     raw = jax.ffi.ffi_call(
-        "neojax.start.v1",
+        "neojax.start.v2",
         (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct(tie.shape, tie.dtype)),
     )
-    for args, message in (
-        (
-            (case.rows.astype(np.int32), hdr(0, 0, 1), tie),
-            "rows must be float32, bfloat16 or float16",
-        ),
-        ((case.rows, hdr(0, 0, 1)[:2], tie), r"hdr must be int32\[3\], got int32\[2\]"),
-        ((case.rows, hdr(0, 0, 1), tie[:2]), "tie must have the shape of its result"),
+    good = np.asarray(host_attention.message(*map(jnp.asarray, (case.rows, hdr(0, 0, 1)))))
+    for args, dtype, message in (
+        ((good.view(np.float32), tie), "float32", "message must be uint32 .* got float32"),
+        ((good.reshape(1, -1), tie), "float32", r"message must be uint32 .* got uint32\[1, 1296\]"),
+        ((good, tie), "bfloat16", "message must be uint16"),
+        ((good, tie), "int8", "dtype must be float32, bfloat16 or float16, got int8"),
+        ((good, tie[:2]), "float32", "tie must have the shape of its result"),
     ):
         with pytest.raises(REFUSED, match=message):
-            jax.block_until_ready(raw(*args, lane=np.int64(lane.id), channel=np.int64(0)))
+            jax.block_until_ready(
+                raw(
+                    *args,
+                    lane=np.int64(lane.id),
+                    channel=np.int64(0),
+                    rows=np.int64(2),
+                    dtype=dtype,
+                )
+            )
     refuses("channel is 2; the lane has 2", case.rows, hdr(0, 0, 1), tie, channel=2)
     with pytest.raises(REFUSED, match="channel 0 has no job started"):
         jax.block_until_ready(
@@ -207,7 +215,7 @@ def test_thousands_of_calls_and_restarts_leak_no_thread_and_no_memory():
         tie = np.zeros((4, 4), np.float32)
         for i in range(num_calls):
             lane.set_plan(i % 8, case.lens, case.tables, uses=1)
-            program(case.rows, hdr(i % 8, i % 2, 2), tie)
+            jax.block_until_ready(program(case.rows, hdr(i % 8, i % 2, 2), tie))
         lane.close()
         pool.close()
 

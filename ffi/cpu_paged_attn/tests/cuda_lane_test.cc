@@ -158,10 +158,10 @@ void TestAWrongHdrIsTheLanesErrorAndZeros() {
   Rig rig;
   rig.SetPlan(0, {3}, 100, {0, 8, 4, 0});
   auto run = [&](Hdr hdr) {
-    Floats rows = Random(kRowElements, 1), out(kOutElements, kPoison);
-    int32_t header[3] = {hdr.plan, hdr.layer, hdr.n};
-    CHECK(rig.cuda().Start(rig.stream, 0, AsDevice(rows.data()),
-                           Dtype::kFloat32, 1, AsDevice(header)) == "");
+    Floats message = Message(Random(kRowElements, 1), hdr);
+    Floats out(kOutElements, kPoison);
+    CHECK(rig.cuda().Start(rig.stream, 0, AsDevice(message.data()),
+                           Dtype::kFloat32, 1) == "");
     CHECK(rig.cuda().Join(rig.stream, 0, AsDevice(out.data()), Dtype::kFloat32,
                           1) == "");
     FakeSynchronize(rig.stream);
@@ -199,11 +199,11 @@ void TestAWrongHdrIsTheLanesErrorAndZeros() {
 void TestMisuseIsRefusedAtTheLaunch() {
   Rig rig;
   rig.SetPlan(0, {3}, 100);
-  Floats rows = Random(6 * kRowElements, 1), out(kOutElements);
-  int32_t header[3] = {0, 0, 1};
+  Floats message = Message(Random(6 * kRowElements, 1), {0, 0, 1});
+  Floats out(kOutElements);
   auto start = [&](int channel, int num_rows) {
-    return rig.cuda().Start(rig.stream, channel, AsDevice(rows.data()),
-                            Dtype::kFloat32, num_rows, AsDevice(header));
+    return rig.cuda().Start(rig.stream, channel, AsDevice(message.data()),
+                            Dtype::kFloat32, num_rows);
   };
   auto join = [&](int channel, Dtype dtype, int num_rows) {
     return rig.cuda().Join(rig.stream, channel, AsDevice(out.data()), dtype,
@@ -244,8 +244,9 @@ void TestADriverThatRefusesIsAnErrorAndNoWait() {
         CHECK(error.find("CUDA_ERROR_LAUNCH_FAILED (719)") != Error::npos);
         ++failures;
       };
-      Error error = rig.cuda().Start(rig.stream, 0, AsDevice(rows.data()),
-                                     Dtype::kFloat32, 1, AsDevice(header));
+      Floats message = Message(rows, {0, 0, 1});
+      Error error = rig.cuda().Start(rig.stream, 0, AsDevice(message.data()),
+                                     Dtype::kFloat32, 1);
       count(error);
       if (error.empty()) {
         count(rig.cuda().Join(rig.stream, 0, AsDevice(out.data()),
@@ -275,15 +276,15 @@ void TestADriverThatRefusesIsAnErrorAndNoWait() {
 void TestALostDeviceEndsInErrorsNotInWaits() {
   Rig rig({}, SmallCuda(), /*watchdog_seconds=*/0.1);
   rig.SetPlan(0, {3}, 100);
-  Floats rows = Random(kRowElements, 1), out(kOutElements);
-  int32_t header[3] = {0, 0, 1};
+  Floats message = Message(Random(kRowElements, 1), {0, 0, 1});
+  Floats out(kOutElements);
   // The device stops before the rows are there and then every call fails.
   std::atomic<bool> stopped{true};
   FakeLaunch(rig.stream, [&] {
     while (stopped) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
-  CHECK(rig.cuda().Start(rig.stream, 0, AsDevice(rows.data()), Dtype::kFloat32,
-                         1, AsDevice(header)) == "");
+  CHECK(rig.cuda().Start(rig.stream, 0, AsDevice(message.data()),
+                         Dtype::kFloat32, 1) == "");
   FakeCudaOptions fake;
   fake.fail = "StreamQuery";
   fake.fail_all_after = true;
@@ -304,11 +305,11 @@ void TestTheWatchdogNamesALateChannelAndFreesTheDevice() {
   Rig rig({}, SmallCuda(), /*watchdog_seconds=*/0.05);
   rig.SetPlan(0, {3}, 100);
   rig.lane->SetDelay(2000000000);
-  Floats rows = Random(kRowElements, 1), out(kOutElements);
-  int32_t header[3] = {0, 0, 1};
+  Floats message = Message(Random(kRowElements, 1), {0, 0, 1});
+  Floats out(kOutElements);
   auto begin = std::chrono::steady_clock::now();
-  CHECK(rig.cuda().Start(rig.stream, 1, AsDevice(rows.data()), Dtype::kFloat32,
-                         1, AsDevice(header)) == "");
+  CHECK(rig.cuda().Start(rig.stream, 1, AsDevice(message.data()),
+                         Dtype::kFloat32, 1) == "");
   CHECK(rig.cuda().Join(rig.stream, 1, AsDevice(out.data()), Dtype::kFloat32,
                         1) == "");
   FakeSynchronize(rig.stream);
@@ -317,8 +318,8 @@ void TestTheWatchdogNamesALateChannelAndFreesTheDevice() {
   CHECK(rig.lane->error() ==
         "channel 1 has not advanced for 0 s: its job does not end; its result "
         "is void");
-  CHECK(rig.cuda().Start(rig.stream, 1, AsDevice(rows.data()), Dtype::kFloat32,
-                         1, AsDevice(header)) != "");
+  CHECK(rig.cuda().Start(rig.stream, 1, AsDevice(message.data()),
+                         Dtype::kFloat32, 1) != "");
   // The job ends at last: the lane works again.
   CHECK(rig.lane->Drain(10).empty());
   CHECK(rig.twin->Drain(10).empty());
@@ -350,14 +351,13 @@ void TestCloseEndsWithJobsWhoseBytesNeverCome() {
   CudaOptions options = SmallCuda();
   options.close_seconds = 0.1;
   Rig rig({}, options);
-  Floats rows = Random(kRowElements, 1);
-  int32_t header[3] = {0, 0, 0};
+  Floats message = Message(Random(kRowElements, 1), {0, 0, 0});
   FakeLaunch(rig.stream, [&] {
     while (stopped) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
   for (int channel = 0; channel < 2; ++channel) {
-    CHECK(rig.cuda().Start(rig.stream, channel, AsDevice(rows.data()),
-                           Dtype::kFloat32, 1, AsDevice(header)) == "");
+    CHECK(rig.cuda().Start(rig.stream, channel, AsDevice(message.data()),
+                           Dtype::kFloat32, 1) == "");
   }
   rig.lane->Close();
   CHECK(rig.lane->error() ==

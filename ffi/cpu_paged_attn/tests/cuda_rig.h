@@ -46,6 +46,14 @@ inline CudaOptions SmallCuda() {
   return options;
 }
 
+// What a start is given: the hdr's bytes, and behind them the rows.
+inline Floats Message(const Floats& rows, Hdr hdr) {
+  Floats message(kHeaderBytes / sizeof(float));
+  std::memcpy(message.data(), &hdr, sizeof hdr);
+  message.insert(message.end(), rows.begin(), rows.end());
+  return message;
+}
+
 struct Rig {
   explicit Rig(const FakeCudaOptions& fake = {},
                const CudaOptions& cuda_options = SmallCuda(),
@@ -114,9 +122,8 @@ struct Rig {
 
   void Start(int channel, const Floats& rows, Hdr hdr) {
     const int n = static_cast<int>(rows.size() / kRowElements);
-    DevicePtr at = AsDevice(Upload(rows));
-    DevicePtr hdr_at = AsDevice(Upload<int32_t>({hdr.plan, hdr.layer, hdr.n}));
-    CHECK(cuda().Start(stream, channel, at, Dtype::kFloat32, n, hdr_at) == "");
+    DevicePtr at = AsDevice(Upload(Message(rows, hdr)));
+    CHECK(cuda().Start(stream, channel, at, Dtype::kFloat32, n) == "");
     Spoil();
     int32_t ticket;
     CHECK(twin->Start(channel, rows.data(), Dtype::kFloat32, n, hdr, &ticket) ==
