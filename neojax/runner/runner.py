@@ -10,11 +10,9 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from neojax.kv.geometry import KVGeometry
 from neojax.kv.host_pool import HostPool
@@ -30,7 +28,7 @@ from neojax.runner.program_set import B0, B1, DEEP, ProgramSet, make_programs
 from neojax.runner.programs import Arguments, Head, Signature, compile_all, signatures
 from neojax.runner.rolling import Register, RollingPrograms
 from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
-from neojax.runner.stages import KV, Channel, Leaves, ModelParts, Stages, head_full
+from neojax.runner.stages import KV, Channel, Stages, head_full, split_model
 from neojax.runner.step_handle import StepHandle, wants_logprobs
 from neojax.runner.step_meta import MetaLayout
 from neojax.runner.swap import Swapper, chunk_blocks, spread
@@ -97,7 +95,7 @@ class Runner:
         self._register = Register(c.num_layers, config.rolling_rows)
         self._dtype = jax.eval_shape(model.ends.embed, jax.ShapeDtypeStruct((1,), jnp.int32)).dtype
         self._hidden_size = c.hidden_size
-        ends, layers, self._parts = _split(model)
+        ends, layers, self._parts = split_model(model)
         self._logit_rows = LogitRows(
             LogitStateSizes(config.max_num_seqs, c.vocab_size, config.max_model_len)
         )
@@ -448,23 +446,3 @@ def _head_of(rows: Iterable[Row]) -> Head:
         return Head.FULL
     is_greedy = all(not row.samples or row.request.params.is_greedy for row in rows)
     return Head.GREEDY if is_greedy else Head.SAMPLE
-
-
-def _split(model: Decoder) -> tuple[Leaves, tuple[Leaves, ...], ModelParts]:
-    """A model as flat parameters, and how to put its modules together again inside programs."""
-
-    def flat(module: Any) -> tuple[Leaves, Any]:
-        graphdef, state = nnx.split(module)
-        leaves, treedef = jax.tree.flatten(state)
-        return tuple(leaves), lambda leaves: nnx.merge(
-            graphdef, jax.tree.unflatten(treedef, leaves)
-        )
-
-    ends, merge_ends = flat(model.ends)
-    # Every layer has the same structure, so the first one's serves all: one program for them all.
-    layers = [flat(layer) for layer in model.layers]
-    c = model.config
-    parts = ModelParts(
-        merge_ends, layers[0][1], c.num_heads, c.num_kv_heads, c.head_dim, c.sliding_window
-    )
-    return ends, tuple(leaves for leaves, _ in layers), parts

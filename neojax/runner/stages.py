@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from neojax.models.decoder import Decoder
 from neojax.ops import attention, host_attention
 from neojax.ops.attention import Decodes, DeviceAttention, NewRows, Tiles
 from neojax.runner import logit_state, sampling
@@ -54,6 +56,26 @@ class ModelParts:
     def row_width(self) -> int:
         """Elements of a token's q, k and v."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def split_model(model: Decoder) -> tuple[Leaves, tuple[Leaves, ...], ModelParts]:
+    """A model as flat parameters, and how to put its modules together again inside programs."""
+
+    def flat(module: Any) -> tuple[Leaves, Any]:
+        graphdef, state = nnx.split(module)
+        leaves, treedef = jax.tree.flatten(state)
+        return tuple(leaves), lambda leaves: nnx.merge(
+            graphdef, jax.tree.unflatten(treedef, leaves)
+        )
+
+    ends, merge_ends = flat(model.ends)
+    # Every layer has the same structure, so the first one's serves all: one program for them all.
+    layers = [flat(layer) for layer in model.layers]
+    c = model.config
+    parts = ModelParts(
+        merge_ends, layers[0][1], c.num_heads, c.num_kv_heads, c.head_dim, c.sliding_window
+    )
+    return ends, tuple(leaves for leaves, _ in layers), parts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
