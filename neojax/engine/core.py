@@ -278,6 +278,7 @@ class EngineCore:
         return {
             "correction_device_only": corrections.step[Mode.DEVICE_ONLY],
             "correction_pipelined": corrections.step[Mode.PIPELINED],
+            "correction_rolling": corrections.step[Mode.ROLLING],
             "correction_host_attention": corrections.host_attention,
         }
 

@@ -34,6 +34,7 @@ class StepRecord:
     num_chunk_tokens: int
     num_device_decodes: int
     num_host_rows: tuple[int, int]  # of b0 and of b1; of a ROLLING step, those that enter and leave
+    num_under_way: int  # rows between two layers: advancing in ROLLING steps, parked in others
     predicted: Prediction | None  # None without cost tables
     step_s: float  # from the later of its launch and the end of the step before, to its end
     host_attention_s: float  # the workers' busy time meanwhile
@@ -60,8 +61,11 @@ class StepRecord:
             )
         text += (
             f"; {self.num_chunk_tokens} prompt tokens, {self.num_device_decodes} device decodes,"
-            f" {b0}+{b1} host rows; {self.reason}"
+            f" {b0}+{b1} host rows"
         )
+        if self.num_under_way:
+            text += f", {self.num_under_way} between two layers"
+        text += f"; {self.reason}"
         return text + "".join(
             f"; {m.request_id} -> {m.placement or 'waiting'}: {m.reason}" for m in self.moves
         )
@@ -98,6 +102,7 @@ class History:
             num_chunk_tokens=sum(row.num_tokens for row in b0.chunks),
             num_device_decodes=len(b0.decodes),
             num_host_rows=host_rows,
+            num_under_way=rolling.num_under_way,
             predicted=plan.prediction,
             step_s=now - max(launched_s, self._last_end_s),
             host_attention_s=host_busy_s - self._host_busy_s,

@@ -86,5 +86,6 @@ class EngineStats:
     steps_lost_s: float = 0.0  # seconds that these took longer
     correction_device_only: float = 1.0  # measured over predicted time of such steps
     correction_pipelined: float = 1.0
+    correction_rolling: float = 1.0
     correction_host_attention: float = 1.0  # of the host's attention
     totals: StepTotals | None = None

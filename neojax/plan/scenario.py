@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from neojax.bench.arrivals import Traffic
 from neojax.bench.measure import Counters, measure
@@ -27,7 +28,7 @@ class Limits:
     max_model_len: int = 8192
     block_size: int = 16
     rolling_rows: int = 32
-    tpot_slo_s: float = 0.5
+    tpot_slo_s: float = math.inf
 
     def of_pools(
         self, device_kv_tokens: int, host_kv_tokens: int, num_layers: int

@@ -78,6 +78,8 @@ class Rolling:
 
     entering: tuple[Row, ...] = ()  # their layer 0 begins; none of them samples yet
     leaving: tuple[Row, ...] = ()  # their last layer ends, and they sample
+    num_under_way: int = 0
+    """Rows between two layers when the step has been launched, whatever its mode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -172,7 +172,7 @@ class Scheduler:
             mode=mode,
             b0=b0,
             b1=b1,
-            rolling=self._roll(entering) if rolls else Rolling(),
+            rolling=self._roll(entering if rolls else None),
             swaps=tuple(swaps),
             moves=tuple(self._moves),
             reason=choice.reason,
@@ -364,15 +364,17 @@ class Scheduler:
         grown = self._grown(requests)
         return [self._row(r, 1)._replace(samples=False) for r in grown]
 
-    def _roll(self, entering: Sequence[Row]) -> Rolling:
-        """The groups go on by a layer."""
+    def _roll(self, entering: Sequence[Row] | None) -> Rolling:
+        """The groups go on by a layer; None: they stay where they are."""
+        if entering is None:
+            return Rolling(num_under_way=self._rolling.num_rows)
         leaving = self._rolling.advance(entering, self._step)
         for held in self._rolling.release(leaving):
             self._memory.retire(held, self._step)
         for row in entering:
             # All its K and V are spoken for; it cannot be scheduled again before it samples.
             row.request.progress = Progress(row.stop, 1)
-        return Rolling(tuple(entering), leaving)
+        return Rolling(tuple(entering), leaving, self._rolling.num_rows)
 
     def _advance(self, plan: Plan) -> None:
         """Requests go on as if the step had run."""

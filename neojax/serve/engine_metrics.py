@@ -128,6 +128,7 @@ class EngineCollector:
             {
                 "device_only": stats.correction_device_only,
                 "pipelined": stats.correction_pipelined,
+                "rolling": stats.correction_rolling,
                 "host_attention": stats.correction_host_attention,
             },
             "term",

@@ -20,6 +20,7 @@ DEVICE_STEP = StepRecord(
     num_chunk_tokens=100,
     num_device_decodes=3,
     num_host_rows=(0, 0),
+    num_under_way=0,
     predicted=None,
     step_s=0.5,
     host_attention_s=0.0,

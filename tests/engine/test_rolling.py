@@ -77,6 +77,7 @@ def test_a_row_advances_by_one_layer_per_step_and_all_kinds_share_a_step(engine)
         for row in plan.rolling.entering:
             entered[row.request] = step
     assert waits == {CONFIG.num_layers}
+    assert any("between two layers" in str(record) for record in engine.explain())
     assert (True, True, True) in kinds
 
 
