@@ -7,6 +7,7 @@ add to a step, and so must prefill.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +18,7 @@ from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
-from neojax.scheduler.worth import decode_token_s, prompt_token_s
+from neojax.scheduler.worth import decode_token_s
 
 MIN_CHUNK_TOKENS = 64
 """Prefill is not cut smaller: a prompt must get on."""
@@ -79,15 +80,17 @@ class _Choosing:
         self.contexts = [0, *itertools.accumulate(r.num_tokens for r in offer.host_decodes)]
         self.num_decodes = len(offer.device_decodes)
         self.decode_context = sum(r.num_tokens for r in offer.device_decodes)
-        known = self.num_decodes + len(offer.host_decodes)
-        context = (self.decode_context + self.contexts[-1]) / max(1, known)
-        rows = now.outlook.num_device_rows
-        self.token_s = decode_token_s(predictor, self.num_decodes, context, rows)
+        self.token_s = now.outlook.decode_token_s
+        if not self.token_s:
+            known = self.num_decodes + len(offer.host_decodes)
+            context = (self.decode_context + self.contexts[-1]) / max(1, known)
+            rows = now.outlook.num_device_rows
+            self.token_s = decode_token_s(predictor, self.num_decodes, context, rows)
         # Not less than what keeps the device full of decodes, nor so few that weights are most.
         knee = predictor.knee_tokens - self.num_decodes
         self.least_tokens = max(MIN_CHUNK_TOKENS, knee, now.outlook.prompt_tokens)
         self.is_full = now.num_device >= now.outlook.num_device_rows
-        self.prompt_token_s = prompt_token_s(predictor, now.outlook.rows_per_step)
+        self.prompt_token_s = now.outlook.prompt_token_s
 
     def best(self) -> Choice:
         """The candidate that is worth most per second; DEVICE_ONLY where none is better."""
@@ -106,7 +109,7 @@ class _Choosing:
         best_alone = best_worth
         most = min(len(offer.host_decodes), offer.num_tokens)
         last = 0.0
-        for num_rows in _halvings(most):
+        for num_rows in sorted({*_halvings(most), self._hidden_rows(most)}, reverse=True):
             candidates = [self._with_host(c, num_rows, best_alone) for c in self._chunks(num_rows)]
             worth, choice = max(candidates, key=lambda c: c[0], default=(0.0, best))
             if worth > best_worth:
@@ -155,6 +158,18 @@ class _Choosing:
                 if cut:
                     sizes.append(cut)
         return sizes
+
+    def _hidden_rows(self, most: int) -> int:
+        """Host rows whose attention just hides under all of the device's work."""
+        b0 = self._device_load(self.offer.trimmed(self.offer.num_tokens))
+        times = self.predictor.layer_times(Mode.PIPELINED, b0)
+        covered = times.linear0 + times.attention0
+
+        def excess(num_rows: int) -> float:
+            b1 = Load(num_host_rows=num_rows, host_context=self.contexts[num_rows])
+            return self.predictor.layer_times(Mode.PIPELINED, Load(), b1).host1 - covered
+
+        return max(0, bisect.bisect_right(range(most + 1), 0.0, key=excess) - 1)
 
     def _hiding_tokens(self, full: tuple[Chunk, ...], num_rows: int) -> int:
         """Prefill tokens whose linear stage and attention just cover the host's attention.

@@ -18,11 +18,16 @@ from neojax.scheduler.plan import Mode
 from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import Request
 from neojax.scheduler.rolling import STEPS_TO_ENTER
-from neojax.scheduler.worth import decode_token_s, device_only_s
+from neojax.scheduler.worth import decode_token_s, device_only_s, prompt_token_s
 
-MIN_GAIN = 1.3
-"""The host must be worth so much more than the device alone, or requests wait for the device. On
-an H200 a predicted 1.07 was 0.69 and a predicted 1.4 was 1.05; what was predicted above 3 held."""
+MIN_GAIN = 1.05
+"""The host must be worth so much more than the device alone, or requests wait for the device."""
+
+MOST_GAIN = 2.0
+"""What is asked for at most, after gains that were not there."""
+
+CALM = 1 / 256
+"""Share by which what is asked for above MIN_GAIN falls from look to look."""
 
 WEIGHT = 1 / 32
 """Share of the newest finished request in the mean output."""
@@ -49,6 +54,9 @@ class Mix:
 
     prompt_tokens: float
     output_tokens: float
+    fetch_s: float = 0.0
+    """Seconds per layer in which its later chunks' prefixes come from the arena, if it is on the
+    host: a prompt longer than a step is computed in chunks, and a few of these weigh much."""
 
     @property
     def context(self) -> float:
@@ -72,12 +80,17 @@ class Outlook:
         self._predictor = predictor
         self._limits = limits
         self._mean_output: float | None = None  # of finished requests
+        self._least_gain = MIN_GAIN
         self.num_device_rows = 1
         """Decodes that the device pool holds."""
         self.prompt_tokens = 0.0
         """Prompt tokens per step that replace the requests which finish on the device."""
         self.rows_per_step = 1.0
         """Rows of a step that serves the device and these host rows, prefill included."""
+        self.prompt_token_s = 0.0
+        """Price of a prompt's token, its attention aside."""
+        self.decode_token_s = 0.0
+        """Price of a decoded token where PIPELINED steps pay, else 0; see `_decode_token_s`."""
         self.num_host_rows = 0
         """Host rows of the best steady state; 0 where the device alone is as good."""
         self.rolling_rows = 0.0
@@ -109,12 +122,13 @@ class Outlook:
         self.prompt_tokens = self.num_device_rows * mix.prompt_tokens / mix.output_tokens
         room = min(most - self.num_device_rows, int(limits.num_host_blocks // size))
         # With so many rows prefill fills every step. More wait for it, and cannot be in its way.
-        prefill_bound = int(limits.max_num_batched_tokens * mix.output_tokens / mix.prompt_tokens)
+        tokens_per_row = 1 + mix.prompt_tokens / mix.output_tokens
+        prefill_bound = int(limits.max_num_batched_tokens / tokens_per_row)
         num_host = min(room, prefill_bound - self.num_device_rows)
-        # The device alone may cut its prefill small too: what that gains is not the host's doing.
-        alone = max(self._alone(mix), *(self._regime(mix, 0, share).rate for share in SHARES))
+        alone = self._alone(mix)
         # Once requests are there, the host need only be no worse: mixes vary from look to look.
-        best = Regime(alone if self.num_host_rows else MIN_GAIN * alone, 0)
+        self._least_gain += CALM * (MIN_GAIN - self._least_gain)
+        best = Regime(alone if self.num_host_rows else self._least_gain * alone, 0)
         for host_rows in _steps(num_host):
             best = max(best, *(self._regime(mix, host_rows, share) for share in SHARES))
         if best.num_host_rows == num_host > 0:
@@ -123,9 +137,15 @@ class Outlook:
         for rows in sizes if limits.rolling_rows and self._predictor.knows_rolling else ():
             if self._steps_per_rolling_token * rows <= room:
                 best = max(best, *(self._rolling_regime(mix, rows, share) for share in SHARES))
+        if self.num_host_rows and num_host > 0 and not best.num_host_rows:
+            # The gain was not there: another trial costs as much, so it must promise more.
+            self._least_gain = min(2 * self._least_gain - 1, MOST_GAIN)
         self.num_host_rows = best.num_host_rows
         served = self.num_device_rows + min(best.num_host_rows, num_host)
-        self.rows_per_step = served * (1 + mix.prompt_tokens / mix.output_tokens)
+        self.rows_per_step = served * tokens_per_row
+        self.prompt_token_s = prompt_token_s(self._predictor, self.rows_per_step)
+        pipelined = best.num_host_rows and not best.rolling_rows
+        self.decode_token_s = self._decode_token_s(mix, best) if pipelined else 0.0
         self.rolling_rows, self.chunk_tokens = best.rolling_rows, best.chunk_tokens
         self.gain = best.rate / alone if best.num_host_rows and alone else 1.0
 
@@ -135,7 +155,24 @@ class Outlook:
         mean_output = self._mean_output
         if mean_output is None:
             mean_output = sum(r.max_tokens for r in requests) / len(requests)
-        return Mix(sum(len(r.prompt_ids) for r in requests) / len(requests), max(1.0, mean_output))
+        step, fetch = self._limits.max_num_batched_tokens, self._predictor.tables.fetch
+        prompts = [len(r.prompt_ids) for r in requests]
+        fetch_s = sum(sum(map(fetch, range(step, prompt, step))) for prompt in prompts)
+        n = len(prompts)
+        return Mix(sum(prompts) / n, max(1.0, mean_output), fetch_s / n)
+
+    def _decode_token_s(self, mix: Mix, best: Regime) -> float:
+        """What a decoded token is worth there: its time less that of the prompt tokens it takes.
+
+        Where the host decodes under prefill, little is left: prefill is what is short. At the
+        price of the device alone, steps would be small and full of decodes, and most of their
+        time would go into reading weights.
+        """
+        tables = self._predictor.tables
+        prompt = max(1, int(mix.prompt_tokens))
+        attention = tables.num_layers * tables.prefill_attention(prompt, prompt)
+        prompt_s = mix.prompt_tokens * self.prompt_token_s + attention
+        return max(self.prompt_token_s, 1 / best.rate - prompt_s / mix.output_tokens)
 
     def _alone(self, mix: Mix) -> float:
         """Rate of the device alone, a prompt or all that fits prefilled in one step."""
@@ -175,6 +212,8 @@ class Outlook:
             return Regime(useful / (share * with_chunk + (1 - share) * without), 0)
         contexts = [int(k * mix.context) for k in range(host_rows + 1)]
         with_host = best_split(self._predictor, device, contexts, can_mix=limits.can_mix).step_s
+        num_prompts = on_host * prefill / mix.prompt_tokens
+        with_host += self._predictor.tables.num_layers * num_prompts * mix.fetch_s
         token_s = decode_token_s(self._predictor, rows, mix.context, rows)
         if with_host > device_only_s(self._predictor, device, host_rows, token_s):
             return Regime(0.0, 0)  # no step would be chosen that loses by its host rows

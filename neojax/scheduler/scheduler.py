@@ -52,7 +52,7 @@ class Scheduler:
         self.num_swapped = dict.fromkeys(Placement, 0)  # by where they went
         self._memory = Memory(limits)
         self._swapping = Swapping(limits, self._memory)
-        self._supervision = Supervision(limits)
+        self._supervision = Supervision(limits, self._memory)
         self._rolling = RollingGroups(limits.num_layers)
         self._group_size = (
             GroupSize(None, limits) if self._forecast is None else self._forecast.group_size

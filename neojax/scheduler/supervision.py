@@ -6,7 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
+from neojax.scheduler.admission import possible_placements
 from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.memory import Memory
 from neojax.scheduler.offer import Choice, Chunk, Offer
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request
@@ -21,8 +23,9 @@ MAX_WAIT_STEPS = 128
 class Supervision:
     """Asks the policy, and overrules it where its answer cannot run or leaves somebody waiting."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, memory: Memory) -> None:
         self._limits = limits
+        self._memory = memory
         self._usual = OffloadPolicy()
 
     def checked(self, step: int, offer: Offer, policy: OffloadPolicy, now: Situation) -> Choice:
@@ -33,7 +36,11 @@ class Supervision:
         if (fault := self._fault(choice, offer)) is not None:
             log.warning("policy %s %s; the usual choice is taken", policy.name, fault)
             return self._usual.everything(offer)
-        overdue = max((step - r.served_step for r in _left_out(choice, offer)), default=0)
+        left_out = _left_out(choice, offer)
+        if not policy.serves_host(now):
+            # Those that the device can hold wait for it, and nobody starts there before them.
+            left_out = (r for r in left_out if not self._goes_back(r, policy))
+        overdue = max((step - r.served_step for r in left_out), default=0)
         if overdue > MAX_WAIT_STEPS:
             reason = f"a request on the host had waited for {overdue} steps"
             return dataclasses.replace(self._usual.everything(offer), reason=reason)
@@ -41,6 +48,11 @@ class Supervision:
             reason = f"rows between two layers had waited for {offer.steps_parked} steps"
             return Choice(offer.trimmed(offer.num_tokens), entering=(), reason=reason)
         return choice
+
+    def _goes_back(self, request: Request, policy: OffloadPolicy) -> bool:
+        return request.is_decoding and Placement.DEVICE in possible_placements(
+            request, policy, self._memory
+        )
 
     def _fault(self, choice: Choice, offer: Offer) -> str | None:
         """Why the choice cannot be run; None if it can."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import Counter
 
 import pytest
@@ -84,13 +85,42 @@ def test_auto_leaves_the_host_alone_where_waiting_is_better(can_mix: bool):
 
 def test_where_the_host_does_not_pay_auto_takes_back_what_it_sent_there_before_others_start():
     # Else new requests take the room, are sent out in their turn, and none of them gets on.
+    slow_host = make_tables(host_gbs=10)
     limits = {"num_device_blocks": 190, "max_num_batched_tokens": 2048, "can_swap": True}
-    lengths = [(150 + 7 * i % 60, 90 + 11 * i % 50) for i in range(60)]
-    alone = Run(DeviceOnly(), h200(), lengths, **limits)
-    auto = Run(Auto(), h200(), lengths, **limits)
+    lengths = [(150 + 7 * i % 60, 250 + 11 * i % 90) for i in range(60)]
+    alone = Run(DeviceOnly(), slow_host, lengths, **limits)
+    auto = Run(Auto(), slow_host, lengths, **limits)
     assert sum(len(plan.swaps) for plan in alone.plans) > 10
+    assert longest_absence(auto.plans) > MAX_WAIT_STEPS  # they wait for the device, not for a turn
     assert auto.modes == alone.modes
     assert auto.seconds <= 1.001 * alone.seconds
+
+
+def longest_absence(plans: list[Plan]) -> int:
+    """Most steps between a move to the host and the one back."""
+    left: dict[str, int] = {}
+    longest = 0
+    for plan in plans:
+        for swap in plan.swaps:
+            name = swap.request.request_id
+            if swap.is_out:
+                left[name] = plan.step
+            else:
+                longest = max(longest, plan.step - left[name])
+    return longest
+
+
+def test_the_host_decodes_under_prefill_that_fills_steps():
+    # Prompts are most of the work, and the device holds three. At the price that decodes have
+    # there, steps would be small, and most of their time would go into reading weights.
+    tables = make_tables(device_gbs=800, tflops=150, host_gbs=34)
+    lengths = [(800 + 13 * i % 100, 20 + i % 10) for i in range(90)]
+    limits = {"num_device_blocks": 160, "max_num_batched_tokens": 1024}
+    auto = Run(Auto(), tables, lengths, **limits)
+    assert auto.seconds < 0.8 * Run(DeviceOnly(), tables, lengths, **limits).seconds
+    assert auto.seconds < 1.02 * Run(Neo(), tables, lengths, **limits).seconds
+    filled = [p.b0.num_device_tokens for p in auto.plans if p.b0.chunks and p.b1]
+    assert statistics.median(filled) > 700
 
 
 @pytest.mark.parametrize("can_mix", [False, True])
