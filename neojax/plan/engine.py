@@ -78,17 +78,26 @@ class SimulatedEngine:
     vocab_size = 1
 
     def __init__(
-        self, limits: SchedulerLimits, policy: str, tables: CostTables, *, rolls: bool = False
+        self,
+        limits: SchedulerLimits,
+        policy: str,
+        tables: CostTables,
+        *,
+        rolls: bool = False,
+        believed: CostTables | None = None,
     ) -> None:
-        """rolls: whether a policy that can do without ROLLING steps has them too."""
+        """rolls: whether a policy that can do without ROLLING steps has them too.
+
+        believed: what the scheduler takes for the costs, where not what steps do take.
+        """
         self.clock = VirtualClock()
         self.tables = tables
         loaded = load_policy(policy)
         if not (loaded.needs_rolling or rolls):
             limits = dataclasses.replace(limits, rolling_rows=0)
-        self.scheduler = Scheduler(limits, loaded, tables)
+        self.scheduler = Scheduler(limits, loaded, believed or tables)
         self._arrivals = itertools.count()
-        self._in_flight: deque[tuple[Plan, float]] = deque()
+        self._in_flight: deque[tuple[Plan, float, StepTimes]] = deque()
         self._device_free_s = 0.0
         self._device_s = self._host_s = self._lost_s = 0.0
         self._steps_lost = 0
@@ -150,15 +159,16 @@ class SimulatedEngine:
             if alone is not None and times.seconds > alone:
                 self._steps_lost += 1
                 self._lost_s += times.seconds - alone
-            self._in_flight.append((plan, self._device_free_s))
+            self._in_flight.append((plan, self._device_free_s, times))
             if len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
                 return SimulatedStep(plan, [])
         if not self._in_flight:
             if self.scheduler.has_requests:
                 raise RuntimeError("requests wait, nothing runs and nothing can be scheduled")
             return SimulatedStep(None, [])
-        done, end_s = self._in_flight.popleft()
+        done, end_s, took = self._in_flight.popleft()
         self.clock.wait_until(end_s)
+        self.scheduler.observe(done, took.seconds, took.host_s)
         advanced = self.scheduler.update(done, [0] * len(done.sampled_rows))
         placements = {row.request: row.placement for row in done.sampled_rows}
         return SimulatedStep(

@@ -65,7 +65,11 @@ class Cell:
 
     def scenario(self) -> Scenario:
         """What is simulated."""
-        limits = Limits(max_num_batched_tokens=self.max_num_batched_tokens, max_model_len=16_384)
+        limits = Limits(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=16_384,
+            tpot_slo_s=math.inf,  # the other policies know no such limit
+        )
         return describe(
             self.machine,
             MODELS[self.model],
@@ -115,14 +119,18 @@ def draw_cell(number: int, seed: int) -> Cell:
         host_bandwidth=cores * between(4, 20) * GB,
         host_memory=256e9,
     )
-    synthetic = f"{round(between(50, 3000))}/{round(between(10, 400))}~0.2"
+    tokens_in, tokens_out = round(between(50, 3000)), round(between(10, 400))
+    synthetic = f"{tokens_in}/{tokens_out}~0.2"
     workload = rng.choice((*WORKLOADS, synthetic, synthetic, synthetic))
     room = Roofline(machine, MODELS[model]).host_kv_tokens
+    device_kv_tokens = round(between(2_000, 200_000)) // 16 * 16
+    if workload == synthetic:  # at least a longest request fits
+        device_kv_tokens = max(device_kv_tokens, (tokens_in + tokens_out) * 6 // 5 // 16 * 16 + 32)
     return Cell(
         number=number,
         machine=machine,
         model=model,
-        device_kv_tokens=round(between(2_000, 200_000)) // 16 * 16,
+        device_kv_tokens=device_kv_tokens,
         host_kv_tokens=min(room, round(between(10_000, 400_000))),
         workload=workload,
         clients=round(between(16, 128)),

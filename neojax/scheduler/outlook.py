@@ -21,13 +21,14 @@ from neojax.scheduler.rolling import STEPS_TO_ENTER
 from neojax.scheduler.worth import decode_token_s, device_only_s, prompt_token_s
 
 MIN_GAIN = 1.05
-"""The host must be worth so much more than the device alone, or requests wait for the device."""
+"""The host must be worth so much more than the device alone, or requests wait for the device. Each
+time that steps with host rows turn out not to be, twice as much more is asked for."""
 
 MOST_GAIN = 2.0
-"""What is asked for at most, after gains that were not there."""
+"""What is asked for at most."""
 
 CALM = 1 / 256
-"""Share by which what is asked for above MIN_GAIN falls from look to look."""
+"""Share by which that returns to MIN_GAIN from look to look."""
 
 WEIGHT = 1 / 32
 """Share of the newest finished request in the mean output."""

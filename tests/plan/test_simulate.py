@@ -10,6 +10,7 @@ import pytest
 
 from neojax.bench.arrivals import make_traffic
 from neojax.bench.driver import drive
+from neojax.bench.measure import measure
 from neojax.bench.workload import parse_workload
 from neojax.plan import __main__ as planner
 from neojax.plan import simulate
@@ -19,6 +20,7 @@ from neojax.plan.model_sizes import MODELS
 from neojax.plan.roofline import Roofline
 from neojax.plan.scenario import Limits, Scenario, describe, with_rolling
 from neojax.sampling_params import SamplingParams
+from neojax.scheduler.costs import CostTables
 from neojax.scheduler.plan import Mode
 
 
@@ -147,3 +149,24 @@ def test_a_plan_says_what_fits_and_what_wins(capsys: pytest.CaptureFixture[str])
     assert "The host makes no difference" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="neither a JSON file nor one of"):
         planner.main(["llama-3.1-8b", "--machine", "none"])
+
+
+def test_auto_stays_near_device_only_where_steps_with_host_rows_take_twice_what_it_believes():
+    believed = describe(MACHINES["h200"], MODELS["llama-3.1-8b"], device_kv_tokens=4000)
+    tables = believed.tables
+    pipelined = tables.linear[Mode.PIPELINED]
+    twice = dataclasses.replace(pipelined, ys=tuple(2 * y for y in pipelined.ys))
+    true = dataclasses.replace(tables, linear=tables.linear | {Mode.PIPELINED: twice})
+    traffic = make_traffic(parse_workload("osc"), "closed:60", 400, 0)
+
+    def rate(policy: str, costs: CostTables) -> tuple[float, int]:
+        engine = SimulatedEngine(believed.limits, policy, costs, believed=tables)
+        result = measure(engine, traffic, seed=0, warm_up=60, clock=engine.clock)
+        return result.summary.requests_per_s, result.counters.steps_pipelined
+
+    alone, _ = rate("device-only", true)
+    as_believed, _ = rate("auto", tables)
+    mistaken, num_tried = rate("auto", true)
+    assert as_believed > 1.1 * alone
+    assert num_tried > 0
+    assert mistaken > 0.9 * alone

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from neojax.scheduler.costs import CostTables
 from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.outlook import Outlook
+from neojax.scheduler.plan import Mode
 from neojax.scheduler.prediction import Predictor
 from neojax.scheduler.worth import decode_token_s
 from tests.scheduler.tables import h200, make_tables, t4
@@ -21,6 +24,7 @@ LIMITS = SchedulerLimits(
     num_host_blocks=8000,
     max_num_chunks=8,
     scratch_tokens=16_384 + 128,
+    tpot_slo_s=math.inf,
 )
 
 
@@ -61,3 +65,15 @@ def test_a_few_prompts_longer_than_a_step_can_make_the_host_not_pay():
     uneven = [(600, 60)] * 14 + [(7000, 60)] * 2
     assert sum(prompt for prompt, _ in even) == sum(prompt for prompt, _ in uneven)
     assert look(slow_link, uneven).gain < look(slow_link, even).gain
+
+
+def test_a_gain_that_was_not_there_must_promise_more_to_be_tried_again():
+    # Steps with host rows take three times what was predicted; once they stop, that is forgotten.
+    predictor = Predictor(h200())
+    outlook = Outlook(predictor, LIMITS)
+    trials = 0
+    for _ in range(200):
+        outlook.look([make_request(0, 372, 45)], 200, num_device_blocks=250)
+        trials += outlook.num_host_rows > 0
+        predictor.corrections.step[Mode.PIPELINED] = 3.0 if outlook.num_host_rows else 1.0
+    assert 1 <= trials <= 10  # of 100, if it were tried whenever it looks well
