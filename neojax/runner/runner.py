@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +18,22 @@ from neojax.kv.host_pool import HostPool
 from neojax.models.decoder import Decoder
 from neojax.ops import attention
 from neojax.runner import lanes
+from neojax.runner.batches import Batches
 from neojax.runner.compile_counter import CompileCounter
-from neojax.runner.lanes import Batch, DeviceState
+from neojax.runner.lanes import DeviceState
 from neojax.runner.logit_rows import LogitRows
 from neojax.runner.logit_state import LogitStateSizes
 from neojax.runner.profiler import Profiler
 from neojax.runner.program_set import B0, B1, DEEP, ProgramSet, make_programs
 from neojax.runner.programs import Arguments, Head, Signature, compile_all, signatures
 from neojax.runner.rolling import Register, RollingPrograms
-from neojax.runner.shapes import MAX_CHUNKS, AttentionShape, Buckets, Shape
+from neojax.runner.shapes import MAX_CHUNKS, Buckets, Shape
 from neojax.runner.stages import KV, Channel, Stages, head_full, split_model
-from neojax.runner.step_handle import StepHandle, wants_logprobs
+from neojax.runner.step_handle import StepHandle
 from neojax.runner.step_meta import MetaLayout
 from neojax.runner.swap import Swapper, chunk_blocks, spread
 from neojax.scheduler.costs import CostTables
-from neojax.scheduler.plan import Mode, Plan, Row, SubBatch
+from neojax.scheduler.plan import Mode, Plan
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,14 @@ class Runner:
             )
         )
         self._programs = self._make_programs()
+        self._batches = Batches(
+            self._programs,
+            self._buckets,
+            self._state,
+            self._logit_rows,
+            self._register,
+            self.host,
+        )
         self._park_groups()
         self._swapper: Swapper | None = None
         if self.host is not None:
@@ -159,16 +167,13 @@ class Runner:
         state, group = self._state, self.config.layers_per_program
         swaps = spread(self._swapper, plan.swaps, self.geometry.num_layers)
         if plan.mode is Mode.ROLLING:
-            batch = self._rolling_batch(plan)._replace(wants_logits=wants_logits)
+            batch = self._batches.rolling(plan)._replace(wants_logits=wants_logits)
             sampled = [lanes.run_rolling(state, batch, group, swaps)]
             return StepHandle(plan, sampled, self.host, swaps.done)
         if not any(plan.sub_batches):
             swaps(self.geometry.num_layers - 1)
             return StepHandle(plan, [], self.host, swaps.done)
-        batches = [
-            self._batch(plan.mode, batch, index)._replace(wants_logits=wants_logits)
-            for index, batch in enumerate(plan.sub_batches)
-        ]
+        batches = [batch._replace(wants_logits=wants_logits) for batch in self._batches.of(plan)]
         if plan.mode is Mode.DEVICE_ONLY:
             (batch,) = batches
             sampled = [lanes.run_device_only(state, batch, group, swaps)]
@@ -198,7 +203,7 @@ class Runner:
             for shape in self._buckets.device_shapes:
                 for attention_shape in self._programs[shape, B0].layers:
                     for head in Head:
-                        batch = self._empty_batch(shape, B0, head, attention_shape)
+                        batch = self._batches.empty(shape, B0, head, attention_shape)
                         lanes.run_device_only(self._state, batch, self.config.layers_per_program)
             if self.host is not None:
                 self._warm_up_host()
@@ -259,115 +264,24 @@ class Runner:
             launch()
         b = self._buckets
         for i, shape in enumerate([*b.pipelined_shapes, *b.mixed, *b.host_shapes]):
-            b1 = self._empty_batch(b.host_shapes[i % len(b.host_shapes)], B1, Head.GREEDY)
+            b1 = self._batches.empty(b.host_shapes[i % len(b.host_shapes)], B1, Head.GREEDY)
             for attention_shape in self._programs[shape, B0].attend or [None]:
-                b0 = self._empty_batch(shape, B0, Head.GREEDY, attention_shape)
+                b0 = self._batches.empty(shape, B0, Head.GREEDY, attention_shape)
                 lanes.run_pipelined(self._state, [b0, b1])
         for shape in b.mixed:  # some have a head of their own
             attention_shape = next(iter(self._programs[shape, B0].attend))
             for head in (Head.SAMPLE, Head.FULL):
-                b0 = self._empty_batch(shape, B0, head, attention_shape)
+                b0 = self._batches.empty(shape, B0, head, attention_shape)
                 lanes.run_pipelined(self._state, [b0])
 
     def _warm_up_rolling(self) -> None:
         for shape in self._rolling_shapes:
             for attention_shape in self._buckets.attentions(Mode.ROLLING, shape.num_tokens):
                 for head in Head:
-                    batch = self._empty_batch(shape, DEEP, head, attention_shape)
+                    batch = self._batches.empty(shape, DEEP, head, attention_shape)
                     has_chunks = head is Head.GREEDY and attention_shape.has_chunks
                     batch = batch._replace(has_host_chunks=has_chunks)
                     lanes.run_rolling(self._state, batch, self.config.layers_per_program)
-
-    def _rolling_batch(self, plan: Plan) -> Batch:
-        b0, (entering, leaving) = plan.b0, (plan.rolling.entering, plan.rolling.leaving)
-        tokens = self._buckets.padded(
-            Mode.ROLLING, b0.num_device_tokens, has_chunks=bool(b0.chunks)
-        )
-        shape = Shape(tokens, self.config.rolling_rows)
-        rows = dataclasses.replace(b0, host_decodes=entering)
-        batch = self._filled(Mode.ROLLING, rows, shape, DEEP, completes=plan.rows, leaving=leaving)
-        meta = batch.programs.stages.layout.views(batch.packed)
-        self._register.advance(entering, int(meta["scalars"][0]))
-        self._register.write(meta["rolling"])
-        return batch
-
-    def _batch(self, mode: Mode, batch: SubBatch, index: int) -> Batch:
-        shape = self._buckets.shape(
-            mode,
-            batch.num_device_tokens,
-            len(batch.host_decodes),
-            has_chunks=bool(batch.chunks),
-        )
-        return self._filled(mode, batch, shape, index, completes=batch.rows)
-
-    def _filled(
-        self,
-        mode: Mode,
-        batch: SubBatch,
-        shape: Shape,
-        index: int,
-        *,
-        completes: Iterable[Row],
-        leaving: Sequence[Row] = (),
-    ) -> Batch:
-        """A sub-batch packed for the programs of a shape; the host lane gets its part.
-
-        completes: the rows that may sample. leaving: of a ROLLING step.
-        """
-        completes = list(completes)
-        has_chunks = bool(batch.chunks)
-        num_blocks = max((len(row.blocks) for row in batch.decodes), default=0)
-        programs = self._programs[shape, index]
-        plan_index = 0 if self.host is None else self.host.next_plan
-        packed, host_plan = programs.stages.layout.pack(batch, plan_index, leaving)
-        if host_plan is not None:
-            assert self.host is not None
-            self.host.put_plan(host_plan, self.geometry.num_layers)
-        made = Batch(
-            programs,
-            packed,
-            self._buckets.attention(mode, shape, num_blocks, has_chunks=has_chunks),
-            _head_of(completes),
-            has_host_chunks=bool(batch.host_chunks),
-        )
-        return self._with_full_head(made, batch, completes)
-
-    def _with_full_head(self, made: Batch, batch: SubBatch, rows: Iterable[Row]) -> Batch:
-        """With what a full head needs, if it is one. rows: all that the step completes."""
-        if made.head is not Head.FULL:
-            return made
-        layout, neutral = made.programs.stages.layout, self._logit_rows.sizes.neutral
-        sampling = [row for row in rows if row.samples]
-        self._state.logit_state, states = self._logit_rows.prepare(
-            self._state.logit_state, sampling
-        )
-        return made._replace(
-            sample_rows=layout.sample_rows(made.packed, states, neutral),
-            prompt_rows=tuple(layout.prompt_rows(batch, neutral)),
-        )
-
-    def _empty_batch(
-        self,
-        shape: Shape,
-        index: int,
-        head: Head,
-        attention_shape: AttentionShape | None = None,
-    ) -> Batch:
-        """Padding only: every slot dropped, no host row, no chunk.
-
-        attention_shape: None for sub-batches without device tokens.
-        """
-        programs = self._programs[shape, index]
-        packed = programs.stages.layout.empty()
-        neutral = self._logit_rows.sizes.neutral
-        return Batch(
-            programs,
-            packed,
-            attention_shape or AttentionShape(0, False),
-            head,
-            has_host_chunks=bool(programs.attend),
-            sample_rows=programs.stages.layout.sample_rows(packed, [], neutral),
-        )
 
     def _make_pools(self) -> None:
         g, c = self.geometry, self.config
@@ -437,12 +351,3 @@ class Runner:
             *self._logit_rows.signatures(state.logit_state),
             *(() if self._swapper is None else self._swapper.signatures()),
         ]
-
-
-def _head_of(rows: Iterable[Row]) -> Head:
-    """The cheapest head that does what the rows ask for."""
-    rows = list(rows)
-    if any(wants_logprobs(row) or row.request.params.changes_logits for row in rows):
-        return Head.FULL
-    is_greedy = all(not row.samples or row.request.params.is_greedy for row in rows)
-    return Head.GREEDY if is_greedy else Head.SAMPLE

@@ -183,7 +183,7 @@ def host_time(
     host = 1e3 * statistics.median(np.subtract(walls, waits).tolist())
     plan = until(engine, lambda plan: True)
     runner = engine.runner
-    one = runner._batch(plan.mode, plan.b0, 0)
+    (one,) = runner._batches.of(plan)
     group = runner.config.layers_per_program
 
     def device(count: int) -> float:
