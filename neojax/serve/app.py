@@ -35,7 +35,7 @@ from neojax.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from neojax.serve.shapes import ChatShape, CompletionShape, Shape
+from neojax.serve.shapes import ChatShape, CompletionShape
 from neojax.serve.state import ServeState
 
 # What clients of other engines may ask for; anything else unknown is a plain 404.
@@ -70,14 +70,7 @@ def create_app(state: ServeState) -> FastAPI:
         prompts = await completion_prompts(body, text_model, ready)
         asked = body.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         request_id = _request_id(request, body)
-        shape = CompletionShape(
-            request_id,
-            model,
-            text_model,
-            include_usage=body.include_usage,
-            prompt_logprobs=body.prompt_logprobs,
-        )
-        return _generate(state, body, prompts, asked, shape, request_id, arrival_s)
+        return _generate(state, body, prompts, asked, CompletionShape, model, request_id, arrival_s)
 
     @app.post("/v1/chat/completions", **_streamed(ChatRequest, "Answer a conversation"))
     async def chat_completions(request: Request) -> Response:
@@ -91,14 +84,7 @@ def create_app(state: ServeState) -> FastAPI:
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
         request_id = _request_id(request, body)
-        shape = ChatShape(
-            request_id,
-            model,
-            text_model,
-            include_usage=body.include_usage,
-            prompt_logprobs=body.prompt_logprobs,
-        )
-        return _generate(state, body, prompts, asked, shape, request_id, arrival_s)
+        return _generate(state, body, prompts, asked, ChatShape, model, request_id, arrival_s)
 
     @app.get("/v1/models", summary="The model that is served")
     async def models() -> Response:
@@ -194,7 +180,8 @@ def _generate(
     body: CompletionRequest | ChatRequest,
     prompts: list[list[int]],
     asked: int | None,
-    shape: Shape,
+    shape: type[ChatShape | CompletionShape],
+    model: str,
     request_id: str,
     arrival_s: float,
 ) -> Response:
@@ -225,7 +212,13 @@ def _generate(
     )
     return Answer(
         generation,
-        shape,
+        shape(
+            request_id,
+            model,
+            text_model,
+            include_usage=body.include_usage,
+            prompt_logprobs=body.prompt_logprobs,
+        ),
         num_choices=len(choices),
         num_prompt_tokens=sum(map(len, prompts)),
         stream=bool(body.stream),

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neojax.serve.errors import ApiError
-from neojax.serve.protocol import is_request_id
+from neojax.serve.request_fields import is_request_id
 
 log = logging.getLogger("neojax.access")
 error_log = logging.getLogger("neojax.serve")

@@ -7,16 +7,13 @@ a debug line, as vLLM does.
 from __future__ import annotations
 
 import logging
-import re
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
-    WithJsonSchema,
     model_validator,
 )
 
@@ -24,21 +21,25 @@ from neojax.sampling_params import (
     MAX_LOGPROBS,
     MAX_PRIORITY,
     MAX_SEED,
-    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     Placement,
     SamplingParams,
 )
 from neojax.serve.conversation import ROLES, Messages, Schema
 from neojax.serve.errors import ApiError
+from neojax.serve.request_fields import (
+    CompletionLogprobs,
+    LogitBias,
+    Prompt,
+    RequestId,
+    ResponseFormat,
+    Stop,
+)
 from neojax.serve.sampling_defaults import SamplingDefaults
-from neojax.serve.sampling_fields import CompletionLogprobs, LogitBias, ResponseFormat
 
 log = logging.getLogger("neojax.serve")
 
 MAX_CHOICES = 128
-MAX_STOP_LENGTH = 1024
-_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 # Name of a field we cannot honour yet -> the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -65,17 +66,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-
-
-def is_request_id(text: str) -> bool:
-    """Whether a client's id for a request is short and plain enough to be logged and returned."""
-    return _REQUEST_ID.fullmatch(text) is not None
-
-
-def _check_request_id(value: Any) -> Any:
-    if isinstance(value, str) and not is_request_id(value):
-        raise ValueError("an id has 1 to 128 letters, digits and characters of _ . : / + = @ -")
-    return value
 
 
 class _Request(BaseModel):
@@ -107,72 +97,6 @@ def _same(value: object, neutral: object) -> bool:
     # logprobs: 0 asks for something, logprobs: false does not.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
-
-def _check_prompt(value: Any) -> Any:
-    """Accept str, list[str], list[int] and list[list[int]] with one clear message for the rest."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value:
-        items = cast(list[object], value)
-        if all(isinstance(item, str) for item in items) or _are_ids(items):
-            return items
-        if all(isinstance(item, list) and _are_ids(cast(list[object], item)) for item in items):
-            return items
-    raise ValueError(
-        "a prompt is a string, a non-empty list of strings, a non-empty list of token ids, "
-        "or a list of such lists"
-    )
-
-
-def _are_ids(items: list[object]) -> bool:
-    return all(type(item) is int for item in items)  # bool is a subclass of int
-
-
-Prompt = Annotated[
-    Any,  # str | list[str] | list[int] | list[list[int]]; a union would report every member
-    BeforeValidator(_check_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "minItems": 1, "items": {"type": "string"}},
-                {"type": "array", "minItems": 1, "items": {"type": "integer"}},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"type": "array", "items": {"type": "integer"}},
-                },
-            ]
-        }
-    ),
-]
-
-
-def _check_stop(value: Any) -> Any:
-    stops = cast(list[object], value) if isinstance(value, list) else [value]
-    if len(stops) > MAX_STOP_STRINGS:
-        raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stops)}")
-    for stop in stops:
-        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
-            raise ValueError(
-                f"a stop string has 1 to {MAX_STOP_LENGTH} characters; stop is one or a list of "
-                f"up to {MAX_STOP_STRINGS}"
-            )
-    return stops
-
-
-Stop = Annotated[
-    list[str],
-    BeforeValidator(_check_stop),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS},
-            ]
-        }
-    ),
-]
 
 MaxTokens = Annotated[int, Field(ge=1, lt=2**63)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -212,7 +136,7 @@ class _Generate(_Request):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    request_id: Annotated[str, BeforeValidator(_check_request_id)] | None = None
+    request_id: RequestId | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> _Generate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -41,8 +41,10 @@ class Shape(Protocol):
     def usage_chunk(self, usage: Usage) -> Struct: ...
 
 
-class ChatShape:
-    """Objects chat.completion and chat.completion.chunk."""
+class _OneAnswer:
+    """What every object of one answer repeats."""
+
+    PREFIX: ClassVar[str]  # of its id
 
     def __init__(
         self,
@@ -53,13 +55,19 @@ class ChatShape:
         include_usage: bool,
         prompt_logprobs: int | None,
     ) -> None:
-        self._id = f"chatcmpl-{request_id}"
+        self._id = self.PREFIX + request_id
         self._created = int(time.time())
         self._model = model
         self._text_model = text_model
         self._prompt_logprobs = prompt_logprobs
         # With include_usage every chunk carries usage, null but in the last.
         self._no_usage = None if include_usage else UNSET
+
+
+class ChatShape(_OneAnswer):
+    """Objects chat.completion and chat.completion.chunk."""
+
+    PREFIX = "chatcmpl-"
 
     def whole(self, ended: Sequence[TextDelta], usage: Usage) -> ChatCompletion:
         """The answer when it is not streamed."""
@@ -97,24 +105,10 @@ class ChatShape:
         return ChatChunk(self._id, self._created, self._model, [choice], usage or self._no_usage)
 
 
-class CompletionShape:
+class CompletionShape(_OneAnswer):
     """Object text_completion, whole and as chunks."""
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        text_model: TextModel,
-        *,
-        include_usage: bool,
-        prompt_logprobs: int | None,
-    ) -> None:
-        self._id = f"cmpl-{request_id}"
-        self._created = int(time.time())
-        self._model = model
-        self._text_model = text_model
-        self._prompt_logprobs = prompt_logprobs
-        self._no_usage = None if include_usage else UNSET
+    PREFIX = "cmpl-"
 
     def whole(self, ended: Sequence[TextDelta], usage: Usage) -> Completion:
         """The answer when it is not streamed."""
