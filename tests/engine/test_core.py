@@ -11,6 +11,7 @@ import pytest
 from neojax.engine.core import EngineDead
 from neojax.runner.step_handle import HostLaneError, StepHandle
 from neojax.sampling_params import SamplingParams
+from tests.engine.faults import assert_only_the_host_fails, fail_launch
 from tests.engine.tiny import BASE, GREEDY, mixed_requests, run_all
 
 RANDOM = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, max_tokens=12, seed=11)
@@ -118,17 +119,8 @@ def test_a_failed_dispatch_is_recovered_without_losing_a_token(engine_of, monkey
     engine = engine_of(limit=20)
     requests = mixed_requests(10, seed=6)
     expected = run_all(engine, requests)
-    enqueue, calls = engine.runner.enqueue, []
-
-    def fail_once(plan):
-        calls.append(plan)
-        if len(calls) == 7:
-            for kv in engine.runner._state.pools:
-                kv.k.delete()
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
-        return enqueue(plan)
-
-    monkeypatch.setattr(engine.runner, "enqueue", fail_once)
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+    fail_launch(engine, monkeypatch, 7, error, loses_pools=True)
     assert run_all(engine, requests) == expected
 
 
@@ -136,15 +128,7 @@ def test_an_interrupt_while_launching_leaves_an_engine_that_works(engine_of, mon
     engine = engine_of(limit=20)
     requests = mixed_requests(8, seed=6)
     expected = run_all(engine, requests)
-    enqueue, calls = engine.runner.enqueue, []
-
-    def interrupted(plan):
-        calls.append(plan)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return enqueue(plan)
-
-    monkeypatch.setattr(engine.runner, "enqueue", interrupted)
+    fail_launch(engine, monkeypatch, 3, KeyboardInterrupt())
     for index, (prompt, params) in enumerate(requests):
         engine.add_request(f"lost-{index}", prompt, params)
     with pytest.raises(KeyboardInterrupt):
@@ -157,25 +141,12 @@ def test_an_interrupt_while_launching_leaves_an_engine_that_works(engine_of, mon
 
 def test_a_job_that_fails_in_the_library_fails_its_rows_and_nobody_else(engine_of):
     engine = engine_of()
-    engine._steps_since_failure = 100
-    prompt = list(range(20))
-    device = dataclasses.replace(GREEDY, kv_placement="device")
-    host = dataclasses.replace(GREEDY, kv_placement="host")
-    (expected,) = run_all(engine, [(prompt, device)])
-    engine.add_request("device", prompt, device)
-    engine.add_request("host", prompt, host)
-    assert engine.runner.host is not None
-    outputs, steps = [], 0
-    while engine.has_work:
-        steps += 1
-        if steps == 4:
+
+    def break_fourth(number):
+        if number == 4:
             engine.runner.host.lane.fail_next_job("injected in the library")
-        outputs += engine.step().outputs
-    assert [t for o in outputs if o.request_id == "device" for t in o.token_ids] == expected
-    (failed,) = [o for o in outputs if o.finish_reason == "error"]
-    assert failed.request_id == "host"
-    assert "injected in the library" in (failed.message or "")
-    assert run_all(engine, [(prompt, host)]) == [expected]
+
+    assert_only_the_host_fails(engine, "injected in the library", break_fourth)
 
 
 def test_a_second_failure_at_once_ends_the_engine(engine_of, monkeypatch):
@@ -196,30 +167,19 @@ def test_a_second_failure_at_once_ends_the_engine(engine_of, monkeypatch):
 
 
 def test_a_workers_error_fails_the_host_rows_and_nobody_else(engine_of, monkeypatch):
-    engine = engine_of()
-    engine._steps_since_failure = 100
-    prompt = list(range(20))
-    device = dataclasses.replace(GREEDY, kv_placement="device")
-    host = dataclasses.replace(GREEDY, kv_placement="host")
-    (expected,) = run_all(engine, [(prompt, device)])
-    engine.add_request("device", prompt, device)
-    engine.add_request("host", prompt, host)
-    tokens = StepHandle.tokens
-    calls = []
+    tokens, handles = StepHandle.tokens, []
 
-    def fail_once(handle):
-        calls.append(handle)
-        if len(calls) == 4:
+    def fail_fourth(handle):
+        handles.append(handle)
+        if len(handles) == 4:
             raise HostLaneError("block table out of range")
         return tokens(handle)
 
-    monkeypatch.setattr(StepHandle, "tokens", fail_once)
-    outputs = outputs_of(engine)
-    assert [t for o in outputs if o.request_id == "device" for t in o.token_ids] == expected
-    (failed,) = [o for o in outputs if o.finish_reason == "error"]
-    assert failed.request_id == "host"
-    assert "block table out of range" in (failed.message or "")
-    assert run_all(engine, [(prompt, host)]) == [expected]
+    def break_first(number):
+        if number == 1:
+            monkeypatch.setattr(StepHandle, "tokens", fail_fourth)
+
+    assert_only_the_host_fails(engine_of(), "block table out of range", break_first)
 
 
 def test_requests_that_cannot_be_served_are_refused(engine_of):

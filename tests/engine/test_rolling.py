@@ -12,6 +12,7 @@ import pytest
 from neojax.engine.core import EngineCore
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.request import Placement
+from tests.engine.faults import assert_only_the_host_fails, fail_launch
 from tests.engine.tiny import (
     BASE,
     GREEDY,
@@ -141,38 +142,21 @@ def test_late_host_jobs_change_no_token(engine, expected):
 
 
 def test_a_failed_dispatch_is_recovered_without_losing_a_token(engine, expected, monkeypatch):
-    enqueue, calls = engine.runner.enqueue, []
-
-    def fail_once(plan):
-        calls.append(plan)
-        if len(calls) == 12:
-            for kv in engine.runner._state.pools:
-                kv.k.delete()
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
-        return enqueue(plan)
-
-    monkeypatch.setattr(engine.runner, "enqueue", fail_once)
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+    plans = fail_launch(engine, monkeypatch, 12, error, loses_pools=True)
     assert run_all(engine, REQUESTS[:12]) == expected[:12]
-    assert any(plan.mode is Mode.ROLLING for plan in calls[:12])
+    assert any(plan.mode is Mode.ROLLING for plan in plans[:12])
 
 
-def test_a_job_that_fails_fails_the_rows_under_way_and_nobody_else(engine, expected):
-    prompt, _ = REQUESTS[0]
-    device = dataclasses.replace(GREEDY, kv_placement="device")
-    host = dataclasses.replace(GREEDY, kv_placement="host")
-    (alone,) = run_all(engine, [(prompt, device)])
-    engine.add_request("device", prompt, device)
-    engine.add_request("host", prompt, host)
-    outputs, fails = [], False
-    while engine.has_work:
-        if not fails and any(True for _ in engine.scheduler.rows_under_way):
+def test_a_job_that_fails_fails_the_rows_under_way_and_nobody_else(engine):
+    broken = []
+
+    def break_once(number):
+        if not broken and any(True for _ in engine.scheduler.rows_under_way):
             engine.runner.host.lane.fail_next_job("injected in the library")
-            fails = True
-        outputs += engine.step().outputs
-    assert [t for o in outputs if o.request_id == "device" for t in o.token_ids] == alone
-    (failed,) = [o for o in outputs if o.finish_reason == "error"]
-    assert failed.request_id == "host"
-    assert run_all(engine, [(prompt, host)]) == [alone]
+            broken.append(number)
+
+    assert_only_the_host_fails(engine, "injected in the library", break_once)
 
 
 def test_a_seed_gives_the_same_tokens_on_either_side(engine):
@@ -202,7 +186,7 @@ def test_nothing_compiles_after_warm_up_and_no_program_copies_a_pool():
         calls = re.findall(r"custom_call_target=\"neojax\.(start|join|exchange)", text)
         assert calls == ["exchange"] * 2
     tables = engine.runner.profile(progress=False)
-    assert tables.linear[Mode.ROLLING](8) > 0
+    assert tables.linear[Mode.ROLLING].xs[-1] == 64
     engine.set_block_limit(14)
     sampled = [(p, dataclasses.replace(q, temperature=0.8, seed=1)) for p, q in REQUESTS[:6]]
     run_all(engine, [*REQUESTS[:12], *sampled])
