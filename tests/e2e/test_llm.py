@@ -34,7 +34,8 @@ def llm(default_checkpoint):
 def tokens_of(llm, policy, limit=None):
     llm.set_policy(policy)
     llm.set_block_limit(limit)
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     llm.set_block_limit(None)
     return [output.outputs[0].token_ids for output in outputs]
 
