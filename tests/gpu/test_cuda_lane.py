@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from neojax import _cpu_paged_attn as native
 from tests.gpu import lane_checks
+from tests.native.reference import DTYPES
+from tests.ops.test_exchange import test_what_is_joined_is_the_oldest_start as check_exchange
 
 pytestmark = pytest.mark.gpu
 
@@ -22,3 +25,8 @@ def prepared() -> None:
 )
 def test_the_device_gets_what_numpy_computes(check: Callable[[], str]):
     check()
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_an_exchange_joins_the_oldest_start(dtype: str):
+    check_exchange(dtype, native.WorkerPool(2))

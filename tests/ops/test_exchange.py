@@ -55,7 +55,8 @@ def test_a_message_holds_every_bit(dtype: str):
 def test_what_is_joined_is_the_oldest_start(dtype: str, pool: native.WorkerPool):
     """Two jobs take turns, each joined where the step before started it."""
     case = make_case(pool, [1, 40, 700], dtype=dtype)
-    lane = make_lane(case, pool, deep_slots=3, deep_rows=NUM_SEQS)
+    device = host_attention.cuda_device()
+    lane = make_lane(case, pool, deep_slots=3, deep_rows=NUM_SEQS, cuda_device=device)
     deep = {"lane": lane.id, "channel": 2}
 
     @jax.jit
@@ -82,12 +83,12 @@ def test_what_is_joined_is_the_oldest_start(dtype: str, pool: native.WorkerPool)
     empty, tickets = step(case.rows, [hdr(0, 1, NUM_SEQS), hdr(0, 1, 1)], tickets)
     full, tickets = step(case.rows, [hdr(0, 1, 0), hdr(0, 1, 0)], tickets)
     np.testing.assert_array_equal(np.stack(empty).astype(np.float32), 0)
-    assert not lane.plan_in_use(0)
     append_new(case)
     expected, _ = case.expected()
     for out, n in zip(full, (NUM_SEQS, 1), strict=True):
         assert relative_error(np.asarray(out)[:n], expected[:n]) <= TOLERANCE[dtype]
         assert not np.asarray(out)[n:].any()
+    assert not lane.plan_in_use(0)
     assert lane.counters()["jobs"] == 2
     assert lane.counters()["starts"] == lane.counters()["joins"] + 2
     lane.close()
