@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 import neojax
+from neojax.runner.profiler import Profiler
 from neojax.scheduler.costs import CostTables
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def _surroundings() -> dict[str, str]:
         "platform": device.client.platform_version,
         "jax": jax.__version__,
         "neojax": neojax.__version__,
+        "method": str(Profiler.METHOD),
         "host": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -52,6 +52,10 @@ LONG_S = 0.25
 
 class Profiler:
     """Runs programs on synthetic batches. Needs a host pool, and everything compiled."""
+
+    METHOD: ClassVar[int] = 1
+    """The way of measuring. Raise it with any change after which the same programs on the same
+    machine would be given other costs: tables measured before, kept on disk, are not used then."""
 
     def __init__(
         self,

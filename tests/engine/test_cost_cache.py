@@ -9,6 +9,7 @@ import pytest
 
 from neojax.engine import cost_cache
 from neojax.engine.cost_cache import cached_costs
+from neojax.runner.profiler import Profiler
 from tests.scheduler.tables import make_tables
 
 
@@ -47,6 +48,13 @@ def test_another_model_host_or_version_is_measured_on_its_own(tmp_path, measure,
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     cached_costs(tmp_path, {"model": "a"}, measure)
     assert measure.calls == 5
+
+
+def test_tables_measured_another_way_are_not_taken_from_the_disk(tmp_path, measure, monkeypatch):
+    for method, calls in ((1, 1), (1, 1), (2, 2), (1, 2)):
+        monkeypatch.setattr(Profiler, "METHOD", method)
+        cached_costs(tmp_path, {"model": "a"}, measure)
+        assert measure.calls == calls
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": {}}', "half", "other"])
