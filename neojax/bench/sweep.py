@@ -119,6 +119,7 @@ def main(argv: list[str]) -> int:
 def _run(config: SweepConfig, cells: list[Cell]) -> None:
     begun_s = time.monotonic()
     settings = _settings(config)
+    _cut_unfinished_line(config.output)
     todo = []
     for repeat in range(config.repeats):
         for cell in cells:
@@ -179,6 +180,15 @@ def _settings(config: SweepConfig) -> dict[str, Any]:
     names = (engine - {"offload_policy"}) | {"arrivals", "warm_up"}
     assert names <= sweep
     return {name: getattr(config, name) for name in sorted(names)}
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Drop what a run that was killed while it wrote has left: it is measured again."""
+    if path.exists():
+        text = path.read_bytes()
+        if not text.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(text.rfind(b"\n") + 1)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -104,7 +104,8 @@ def test_a_sweep_resumes_where_its_file_stops(
     assert " 1.000 |" in row
 
     kept = output.read_text().splitlines()
-    output.write_text("\n".join(kept[:-1]) + "\n")
+    # As if killed in the middle of the last line.
+    output.write_text("\n".join(kept[:-1]) + "\n" + kept[-1][:40])
     assert bench.main(command) == 0
     assert [json.loads(x)["policy"] for x in output.read_text().splitlines()[7:]] == ["device-only"]
 
