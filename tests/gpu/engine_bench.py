@@ -21,6 +21,7 @@ from neojax.scheduler.plan import Plan, Swap
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
+from neojax.scheduler.standing import Standing
 from neojax.scheduler.swapping import Swapping
 
 
@@ -32,8 +33,9 @@ class EveryStep(Swapping):
         self.moving: str | None = None
 
     def schedule(
-        self, step: int, running: Sequence[Request], policy: OffloadPolicy, now: Situation
-    ) -> list[Swap]:
+        self, step: int, running: Sequence[Request], standing: Standing, policy: OffloadPolicy,
+        now: Situation,
+    ) -> list[Swap]:  # fmt: skip
         """The request named, whichever way it can go."""
         found = [r for r in running if r.request_id == self.moving and r.is_decoding]
         return [

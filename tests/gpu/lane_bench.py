@@ -1,6 +1,6 @@
 """What the host lane costs and hides on a GPU, with Llama-3.1-8B's layers and random weights:
 
-    PYTHONPATH=. python -m tests.gpu.lane_bench [--section hop pipelined rolling chunks]
+    PYTHONPATH=. python -m tests.gpu.lane_bench [--section hop pipelined chunks]
 
 `--tiny` runs it on small shapes, to see that it works. Each figure is the median of several
 steps. `pipelined` takes `--budget` seconds at most, the grid's points in an order that shows its
@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from neojax.environment import device_environment
@@ -28,7 +27,7 @@ from neojax import _cpu_paged_attn as native
 from neojax.ops import host_attention
 from tests.gpu.layers import TINY, Host, Model, Shape, SubBatches, time_steps
 
-SECTIONS = ("hop", "pipelined", "rolling", "chunks")
+SECTIONS = ("hop", "pipelined", "chunks")
 
 
 def hop_us(model: Model, programs: SubBatches) -> float:
@@ -118,88 +117,6 @@ def pipelined(model: Model, budget_s: float) -> list[dict[str, float]]:
     return points
 
 
-def rolling(model: Model) -> None:
-    """All hops of a step in one program, joined a step later: what a hop costs when many fly."""
-    s = model.shape
-    grid = [(60, 4, 16, False), (60, 4, 512, True), (60, 4, 1024, True), (14, 2, 16, True)]
-    if s == TINY:
-        grid = [(6, 2, 16, False), (6, 2, 64, True)]
-    for tokens, rows, context, has_work in grid:
-        host = Host(s, rows, context, channels=s.num_layers)
-        host.arm()
-        hdrs = host.hdrs(rows if has_work else 0)
-        lane = host.lane.id
-
-        def step(
-            params: list, x: jax.Array, group: list, hdrs: list, *, calls: bool,
-            lane: int = lane, rows: int = rows, tokens: int = tokens,
-        ) -> tuple:  # fmt: skip
-            a = jnp.ones((tokens, s.q_width), jnp.bfloat16)
-            group, after = list(group), [None] * s.num_layers
-            for i, p in enumerate(params):
-                y, ticket = group[i]
-                if calls:
-                    out, x = model.join(ticket, x, lane, i, rows)
-                else:
-                    out = ticket
-                both, qkv = model.linear(p, jnp.concatenate([x, y]), jnp.concatenate([a, out]))
-                both = both * jnp.bfloat16(0.5)
-                x, y, a = both[:tokens], both[tokens:], qkv[:tokens, : s.q_width]
-                j = (i + 1) % s.num_layers
-                if calls:
-                    ticket, x = model.start(qkv[tokens:], hdrs[j], x, lane, j)
-                else:
-                    ticket = qkv[tokens:, : s.q_width]
-                after[j] = (y, ticket)
-            return x, after
-
-        def first(x: jax.Array, hdrs: list, lane: int = lane, rows: int = rows) -> tuple:
-            group = []
-            for i in range(s.num_layers):
-                qkv = jnp.zeros((rows, s.row_width), jnp.bfloat16) + x[:1, :1]
-                ticket, x = model.start(qkv, hdrs[i], x, lane, i)
-                group.append((jnp.ones((rows, s.width), jnp.bfloat16) * jnp.bfloat16(i), ticket))
-            return x, group
-
-        times = {}
-        for calls in (False, True):
-            program = jax.jit(
-                lambda p, x, g, h, calls=calls, step=step: step(p, x, g, h, calls=calls),
-                donate_argnums=(1, 2),
-            )
-            x = jnp.ones((tokens, s.width), jnp.bfloat16)
-            if calls:
-                x, group = jax.jit(first)(x, hdrs)
-            else:
-                group = [
-                    (jnp.ones((rows, s.width), jnp.bfloat16) * jnp.bfloat16(i),
-                     jnp.ones((rows, s.q_width), jnp.bfloat16) * jnp.bfloat16(i))
-                    for i in range(s.num_layers)
-                ]  # fmt: skip
-            state = [x, group]
-
-            def run(state: list = state, program: Callable = program, at: list = hdrs) -> jax.Array:
-                state[0], state[1] = program(model.layers, state[0], state[1], at)
-                return state[0]
-
-            if calls:
-                time_steps(run, 1)
-            before = host.busy()
-            times[calls] = time_steps(run)
-            after = host.busy()
-        counters = host.lane.counters()
-        per_step = s.num_layers * (after[0] - before[0]) / max(after[1] - before[1], 1) / 1e6
-        print(
-            f"rolling, {tokens} device rows, {rows} host rows a layer of {context}: "
-            f"{times[True][0] / 1e3:.2f} ms a step, without calls {times[False][0] / 1e3:.2f} "
-            f"({(times[True][0] - times[False][0]) / s.num_layers:.1f} us a hop); host work "
-            f"{per_step if has_work else 0:.2f} ms; launch {times[True][1] / 1e3:.2f} ms; ties not "
-            f"in place {counters['tie_copies']} of {2 * counters['starts']}",
-            flush=True,
-        )
-        host.close()
-
-
 def chunks(model: Model) -> None:
     """Stores and fetches of long prefills: bytes a second to and from the arena."""
     s = model.shape
@@ -282,7 +199,7 @@ def main() -> None:
         if name == "pipelined":
             found[name] = pipelined(model, args.budget)
         else:
-            found[name] = {"hop": hop, "rolling": rolling, "chunks": chunks}[name](model)
+            found[name] = {"hop": hop, "chunks": chunks}[name](model)
         print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1))
