@@ -186,7 +186,7 @@ def test_nothing_compiles_after_warm_up_and_no_program_copies_a_pool():
         calls = re.findall(r"custom_call_target=\"neojax\.(start|join|exchange)", text)
         assert calls == ["exchange"] * 2
     tables = engine.runner.profile(progress=False)
-    assert tables.linear[Mode.ROLLING].xs[-1] == 64
+    assert tables.linear[Mode.ROLLING].xs[-1] == 64 + 3  # with the rows of a group
     engine.set_block_limit(14)
     sampled = [(p, dataclasses.replace(q, temperature=0.8, seed=1)) for p, q in REQUESTS[:6]]
     run_all(engine, [*REQUESTS[:12], *sampled])
