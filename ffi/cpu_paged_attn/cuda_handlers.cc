@@ -85,12 +85,8 @@ ffi::Error ExchangeImpl(CudaStream stream, ffi::AnyBuffer message,
     int64_t num_rows;
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckOut(*out, *lane, &joined, &num_rows);
-    if (e.empty()) {
-      e = CheckMessage(message, *lane, dtype_name, num_rows, &started);
-    }
-    if (e.empty()) e = CheckInt32("ticket", ticket, 1);
-    if (e.empty()) e = CheckInt32("ticket", *ticket_out, 1);
+    e = CheckExchange(message, ticket, *out, *ticket_out, *lane, dtype_name,
+                      &started, &joined, &num_rows);
     if (!e.empty()) return e;
     e = lane->cuda()->Start(stream, channel, At(message), started, num_rows);
     if (!e.empty()) return e;

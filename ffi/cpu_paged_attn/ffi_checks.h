@@ -95,7 +95,7 @@ inline Error CheckMessage(const ffi::AnyBuffer& message, const HostLane& lane,
   const int64_t bytes = kHeaderBytes + num_rows * lane.row_elements() * size;
   if (type == (size == 4 ? ffi::U32 : ffi::U16) && dims.size() == 1 &&
       num_rows >= 0 && dims[0] * size >= bytes) {
-    return {};
+    return CheckAligned("message", message.untyped_data(), sizeof(int32_t));
   }
   return std::string("message must be uint") + (size == 4 ? "32" : "16") +
          " of " + std::to_string(bytes / size) + " elements or more for " +
@@ -116,6 +116,21 @@ Error CheckOut(const Buffer& out, const HostLane& lane, Dtype* dtype,
       "out", out, "[B, N*H]",
       int64_t{lane.options().num_q_heads} * lane.shape().head_dim, dtype,
       num_rows);
+}
+
+// A start and the join of as many rows.
+template <class Out, class Ticket>
+Error CheckExchange(const ffi::AnyBuffer& message, const ffi::AnyBuffer& ticket,
+                    const Out& out, const Ticket& ticket_out,
+                    const HostLane& lane, std::string_view dtype_name,
+                    Dtype* started, Dtype* joined, int64_t* num_rows) {
+  Error e = CheckOut(out, lane, joined, num_rows);
+  if (e.empty()) {
+    e = CheckMessage(message, lane, dtype_name, *num_rows, started);
+  }
+  if (e.empty()) e = CheckInt32("ticket", ticket, 1);
+  if (e.empty()) e = CheckInt32("ticket", ticket_out, 1);
+  return e;
 }
 
 // A scratch array of a fetch, [S, K, H].

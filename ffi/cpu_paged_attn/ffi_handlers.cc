@@ -87,13 +87,8 @@ ffi::Error ExchangeImpl(ffi::AnyBuffer message, ffi::AnyBuffer ticket,
     int64_t num_rows;
     Error e = FindLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckOut(*out, *lane, &joined, &num_rows);
-    if (!e.empty()) return e;
-    e = CheckMessage(message, *lane, dtype_name, num_rows, &started);
-    if (!e.empty()) return e;
-    e = CheckInt32("ticket", ticket, 1);
-    if (!e.empty()) return e;
-    e = CheckInt32("ticket", *ticket_out, 1);
+    e = CheckExchange(message, ticket, *out, *ticket_out, *lane, dtype_name,
+                      &started, &joined, &num_rows);
     if (!e.empty()) return e;
     // The tickets may share their memory.
     const int32_t oldest = *static_cast<const int32_t*>(ticket.untyped_data());
