@@ -15,16 +15,6 @@ from tests.ops.host_programs import REFUSED, append_new, hdr, make_lane
 NUM_SEQS = 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    host_attention.ensure_registered()
-
-
-@pytest.fixture
-def pool() -> native.WorkerPool:
-    return native.WorkerPool(2)
-
-
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_a_message_holds_every_bit(dtype: str):
     """Headers are subnormal numbers or NaNs where read as floats; rows may hold NaNs too."""

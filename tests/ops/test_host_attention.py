@@ -19,16 +19,6 @@ from tests.ops.host_programs import REFUSED, append_new, hdr, make_lane, pad_row
 NUM_LAYERS = 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    host_attention.ensure_registered()
-
-
-@pytest.fixture
-def pool() -> native.WorkerPool:
-    return native.WorkerPool(2)
-
-
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_a_joined_job_has_appended_and_attended(dtype: str, pool: native.WorkerPool):
     case = make_case(pool, [1, 40, 700], dtype=dtype)

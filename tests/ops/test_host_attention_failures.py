@@ -19,16 +19,6 @@ from tests.native.reference import DTYPES, make_case, relative_error
 from tests.ops.host_programs import REFUSED, append_new, hdr, make_lane, pad_rows, start_and_join
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    host_attention.ensure_registered()
-
-
-@pytest.fixture
-def pool() -> native.WorkerPool:
-    return native.WorkerPool(2)
-
-
 def test_wrong_calls_name_the_argument_and_leave_the_lane_usable(pool: native.WorkerPool):
     case = make_case(pool, [40, 5])
     lane = make_lane(case, pool, max_rows=4)

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from neojax.ops import host_attention
 from tests.native.reference import DTYPES
 from tests.ops.block_programs import (
     HEAD_DIM,
@@ -16,11 +15,6 @@ from tests.ops.block_programs import (
     check_round_trip,
 )
 from tests.ops.host_programs import REFUSED
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    host_attention.ensure_registered()
 
 
 @pytest.mark.parametrize("block_size", [16, 48])
