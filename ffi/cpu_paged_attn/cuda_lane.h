@@ -51,6 +51,9 @@ struct CudaOptions {
   // False: as if the driver refused them.
   bool memory_operations = true;
   bool register_arena = true;
+  // The arena is pinned in pieces: small enough that a limit on locked memory
+  // still lets most of it through.
+  int64_t register_bytes = int64_t{1} << 30;
   // The largest call that moves whole blocks; 0: none will.
   int64_t swap_bytes = 0;
 };

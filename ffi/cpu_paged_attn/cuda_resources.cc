@@ -6,9 +6,6 @@
 namespace neojax {
 namespace {
 
-// Small enough that a limit on locked memory still lets most of it through.
-constexpr int64_t kRegisterPiece = int64_t{1} << 30;
-
 void Check(const CudaDriver& driver, const char* call, CudaResult result,
            int64_t bytes = 0) {
   if (result == kCudaSuccess) return;
@@ -106,12 +103,13 @@ DevicePtr CudaResources::OnDevice(void* pinned) {
   return data;
 }
 
-int64_t CudaResources::Register(char* data, int64_t bytes,
+int64_t CudaResources::Register(char* data, int64_t bytes, int64_t piece_bytes,
                                 std::string* refusal) {
-  for (int64_t done = 0; done < bytes; done += kRegisterPiece) {
-    int64_t piece = std::min(kRegisterPiece, bytes - done);
-    CudaResult result =
-        driver_.MemHostRegister(data + done, piece, kCudaHostPortable);
+  registered_data_ = data;
+  piece_bytes_ = piece_bytes;
+  for (int64_t done = 0; done < bytes; done += piece_bytes) {
+    CudaResult result = driver_.MemHostRegister(
+        data + done, std::min(piece_bytes, bytes - done), kCudaHostPortable);
     // Another lane over the same arena was first.
     if (result == kCudaAlreadyRegistered) continue;
     if (result != kCudaSuccess) {
@@ -121,6 +119,10 @@ int64_t CudaResources::Register(char* data, int64_t bytes,
     registered_.push_back(data + done);
   }
   return bytes;
+}
+
+int64_t CudaResources::BytesOfPiece(const char* at) const {
+  return piece_bytes_ - (at - registered_data_) % piece_bytes_;
 }
 
 }  // namespace neojax

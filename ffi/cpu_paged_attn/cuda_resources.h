@@ -36,7 +36,11 @@ class CudaResources {
 
   // Pins memory that is mapped already, a piece at a time. Returns how many
   // bytes the driver took; *refusal says why not all.
-  int64_t Register(char* data, int64_t bytes, std::string* refusal);
+  int64_t Register(char* data, int64_t bytes, int64_t piece_bytes,
+                   std::string* refusal);
+  // From there to the end of the pinned piece that it is in: the driver refuses
+  // copies that reach into the next one.
+  int64_t BytesOfPiece(const char* at) const;
 
   int64_t device_bytes() const { return device_bytes_; }
   int64_t pinned_bytes() const { return pinned_bytes_; }
@@ -57,6 +61,8 @@ class CudaResources {
   std::vector<DevicePtr> device_memory_;
   std::vector<void*> pinned_memory_;
   std::vector<void*> registered_;
+  const char* registered_data_ = nullptr;
+  int64_t piece_bytes_ = 0;
 };
 
 // Makes a context current in this thread for as long as it lives.

@@ -175,8 +175,8 @@ void CudaLane::RegisterArena() {
   std::string refusal;
   const int64_t bytes = lane_.shape().num_bytes();
   const int64_t start = NowNs();
-  report_.registered_bytes =
-      resources_->Register(lane_.cache().HeadBase(0, 0), bytes, &refusal);
+  report_.registered_bytes = resources_->Register(
+      lane_.cache().HeadBase(0, 0), bytes, options_.register_bytes, &refusal);
   report_.register_seconds = (NowNs() - start) * 1e-9;
   if (report_.registered_bytes < bytes) {
     report_.notes.push_back(

@@ -211,8 +211,13 @@ Error CudaLane::CopyMove(SwapPiece& piece, const BlockMove& move, bool out) {
     for (int begin = 0, end; error.empty() && begin < n; begin = end) {
       end = begin + 1;
       while (end < n && ids[end] == ids[end - 1] + 1) ++end;
-      error = copy(lane_.cache().Block(hdr[0] + layer, ids[begin]),
-                   (first + begin) * block_bytes, (end - begin) * block_bytes);
+      char* run = lane_.cache().Block(hdr[0] + layer, ids[begin]);
+      const int64_t bytes = (end - begin) * block_bytes;
+      for (int64_t done = 0, some; error.empty() && done < bytes;
+           done += some) {
+        some = std::min(bytes - done, resources_->BytesOfPiece(run + done));
+        error = copy(run + done, (first + begin) * block_bytes + done, some);
+      }
     }
   }
   if (piece.staging != nullptr && out && error.empty()) {

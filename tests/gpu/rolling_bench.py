@@ -116,8 +116,10 @@ def rolling_figures(
             )
         # Groups of one token's context: the device's part and the hops, with rows in them.
         device_ms = measured(1)
-        before = runner.host.lane.counters()
         step = measured(context)
+        # Again with the same groups in every layer: jobs of shorter ones would count in the mean.
+        before = runner.host.lane.counters()
+        measured(context)
         after = runner.host.lane.counters()
         jobs = max(after["jobs"] - before["jobs"], 1)
         host_ms = layers * (after["busy_ns"] - before["busy_ns"]) / jobs / 1e6

@@ -21,6 +21,8 @@ constexpr int64_t kMoveElements = 2 * 3 * kBlockElements;
 CudaOptions WithSwaps() {
   CudaOptions options = SmallCuda();
   options.swap_bytes = kMoveElements * sizeof(float);
+  // A block and a half: moves cross from piece to piece, blocks too.
+  options.register_bytes = 3 * kBlockElements / 2 * sizeof(float);
   return options;
 }
 

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -107,7 +108,7 @@ struct State {
   int calls_of_fail = 0;
   bool lost = false;
   std::set<void*> live;
-  std::set<void*> registered;
+  std::map<const char*, size_t> registered;  // bytes of each piece
   int contexts = 0;
   // As in the driver: host functions of all streams share one thread.
   std::unique_ptr<Stream> host_functions;
@@ -156,8 +157,21 @@ CudaResult Push(const char* name, CudaStream stream,
 
 uint32_t* Word(DevicePtr at) { return reinterpret_cast<uint32_t*>(at); }
 
+// As the driver does, a copy that is pinned in part, or in two pieces.
+bool CrossesPieces(const void* host, size_t bytes) {
+  const char* at = static_cast<const char*>(host);
+  State& fake = Fake();
+  std::lock_guard<std::mutex> lock(fake.mutex);
+  for (const auto& [begin, size] : fake.registered) {
+    const bool overlaps = at < begin + size && begin < at + bytes;
+    if (overlaps && (at < begin || at + bytes > begin + size)) return true;
+  }
+  return false;
+}
+
 CudaResult Move(const char* name, void* to, const void* from, size_t bytes,
                 CudaStream stream) {
+  if (CrossesPieces(to, bytes) || CrossesPieces(from, bytes)) return kInvalid;
   return Push(name, stream, [=] { std::memcpy(to, from, bytes); });
 }
 
@@ -283,15 +297,17 @@ CudaDriver Table() {
     *device = AsDevice(data);
     return Outcome("MemHostGetDevicePointer");
   };
-  d.MemHostRegister = [](void* data, size_t, unsigned) {
+  d.MemHostRegister = [](void* data, size_t bytes, unsigned) {
     std::lock_guard<std::mutex> lock(Fake().mutex);
     if (!Fake().options.registers) return kNotSupported;
-    return Fake().registered.insert(data).second ? kCudaSuccess
-                                                 : kCudaAlreadyRegistered;
+    return Fake().registered.emplace(static_cast<char*>(data), bytes).second
+               ? kCudaSuccess
+               : kCudaAlreadyRegistered;
   };
   d.MemHostUnregister = [](void* data) {
     std::lock_guard<std::mutex> lock(Fake().mutex);
-    return Fake().registered.erase(data) == 1 ? kCudaSuccess : kInvalid;
+    return Fake().registered.erase(static_cast<char*>(data)) == 1 ? kCudaSuccess
+                                                                  : kInvalid;
   };
   d.MemcpyDtoD = [](DevicePtr to, DevicePtr from, size_t bytes,
                     CudaStream stream) {
