@@ -18,6 +18,8 @@ def run_tests(limit_s: float, paths: tuple[str, ...] = ("tests/gpu",)) -> dict[s
 
     At the limit pytest is interrupted, as by Ctrl-C: the tests that ran until then count.
     """
+    # Whoever is started in the background ignores Ctrl-C, and so would the process started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
