@@ -84,6 +84,12 @@ def answers(server: RunningServer) -> list[str]:
         return list(pool.map(ask, QUESTIONS))
 
 
+@pytest.fixture(scope="module")
+def expected(server: RunningServer) -> list[str]:
+    """What the server with room for all answers."""
+    return answers(server)
+
+
 def num_placed(server: RunningServer, placement: str) -> float:
     return server.metric("requests_placed_total", placement=placement)
 
@@ -116,13 +122,12 @@ def test_a_stream_tells_the_capital_of_france(server: RunningServer):
     assert "<|im_end|>" not in text
 
 
-def test_eight_concurrent_chats_answer_as_alone(server: RunningServer):
-    together = answers(server)
-    assert "Paris" in together[0]
-    assert "7 days" in together[3]
-    assert "cold" in together[6]
+def test_eight_concurrent_chats_answer_as_alone(server: RunningServer, expected: list[str]):
+    assert "Paris" in expected[0]
+    assert "7 days" in expected[3]
+    assert "cold" in expected[6]
     with client_of(server) as client:
-        for question, answer in zip(QUESTIONS[:3], together, strict=False):
+        for question, answer in zip(QUESTIONS[:3], expected, strict=False):
             alone = client.chat.completions.create(
                 model="SmolLM2-135M-Instruct",
                 messages=messages(question),
@@ -134,10 +139,7 @@ def test_eight_concurrent_chats_answer_as_alone(server: RunningServer):
     assert server.metric("compiles_after_ready_total") == 0
 
 
-def test_a_tiny_device_pool_overflows_to_the_host_with_the_same_answers(
-    server: RunningServer,
-):
-    expected = answers(server)
+def test_a_tiny_device_pool_overflows_to_the_host_with_the_same_answers(expected: list[str]):
     with real_server(*TINY_DEVICE_POOL) as tiny:
         assert answers(tiny) == expected
         # The statistics come a moment after the tokens.
@@ -251,12 +253,13 @@ def test_a_bad_request_leaves_the_engine_serving(server: RunningServer):
     wait_for(lambda: is_idle(server), "the pools are not empty")
 
 
-def test_neither_process_outlives_the_other(server: RunningServer):
+def test_neither_process_outlives_the_other(tiny_checkpoint: Path):
     def engine_of(running: RunningServer) -> int:
         children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
         return int(wait_for(lambda: children.read_text().split(), "no engine")[0])
 
-    running = start("--enforce-eager")
+    tiny = (str(tiny_checkpoint), "--load-format", "dummy")
+    running = start(*tiny, "--enforce-eager")
     try:
         running.wait_ready(READY_TIMEOUT_S)
         os.kill(engine_of(running), signal.SIGKILL)
@@ -265,7 +268,7 @@ def test_neither_process_outlives_the_other(server: RunningServer):
     finally:
         running.kill()
 
-    running = start()
+    running = start(*tiny)
     engine = engine_of(running)
     time.sleep(2)  # somewhere in loading or compiling
     running.kill()

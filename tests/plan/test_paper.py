@@ -29,11 +29,11 @@ def test_largest_gains_of_figure_10a_are_the_papers():
 def test_the_rate_under_a_bound_is_where_latency_crosses_it():
     point = dataclasses.replace(paper.FIGURE_6[0], bound_s=0.2)
     scenario = paper.SETUPS[point.machine].scenario(point.machine)
-    rate = paper.rate_under(scenario, "full", point, num_requests=120, seed=0)
+    rate = paper.rate_under(scenario, "full", point, num_requests=60, seed=0)
 
     def latency(of: float) -> float:
-        traffic = make_traffic(parse_workload(point.workload), f"poisson:{of}", 120, seed=0)
-        return scenario.run("full", traffic, warm_up=30).summary.s_per_output_token
+        traffic = make_traffic(parse_workload(point.workload), f"poisson:{of}", 60, seed=0)
+        return scenario.run("full", traffic, warm_up=15).summary.s_per_output_token
 
     assert latency(rate) <= 0.2 < latency(1.05 * rate)
 

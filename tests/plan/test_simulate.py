@@ -60,7 +60,7 @@ def test_time_is_the_steps_time_when_there_is_always_work():
 
 
 def test_auto_has_rolling_steps_only_where_they_are_asked_for_and_cheap():
-    traffic = make_traffic(parse_workload("1000/100"), "closed:256", 320, seed=0)
+    traffic = make_traffic(parse_workload("1000/100"), "closed:96", 120, seed=0)
     point = scenario(device_kv_tokens=4000)
     # Long enough for a token in 34 steps.
     limits = dataclasses.replace(point.limits, tpot_slo_s=1.0)
@@ -157,7 +157,7 @@ def test_auto_stays_near_device_only_where_steps_with_host_rows_take_twice_what_
     pipelined = tables.linear[Mode.PIPELINED]
     twice = dataclasses.replace(pipelined, ys=tuple(2 * y for y in pipelined.ys))
     true = dataclasses.replace(tables, linear=tables.linear | {Mode.PIPELINED: twice})
-    traffic = make_traffic(parse_workload("osc"), "closed:60", 400, 0)
+    traffic = make_traffic(parse_workload("osc"), "closed:60", 200, 0)
 
     def rate(policy: str, costs: CostTables) -> tuple[float, int]:
         engine = SimulatedEngine(believed.limits, policy, costs, believed=tables)
