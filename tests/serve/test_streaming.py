@@ -111,6 +111,35 @@ def test_joined_deltas_equal_the_answer_that_is_not_streamed(
     assert "�" not in joined
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_of_a_list_of_prompts_has_each_answer_under_its_own_index(
+    client: openai.OpenAI, n: int
+):
+    # Their tokens arrive out of step, the last prompt's first, some of them half a character.
+    said = [SAID, EMOJI, "x"]
+    prompts = [
+        script(say=text, per=per, delay=delay)
+        for text, per, delay in zip(said, (1, 3, 8), (0.004, 0.002, 0.0), strict=True)
+    ]
+    fields: dict[str, Any] = {"model": "tiny", "prompt": prompts, "n": n, "max_tokens": 20}
+    whole = client.completions.create(**fields)
+    stream = list(
+        client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    )
+    assert len({chunk.id for chunk in stream}) == 1
+    *chunks, last = stream
+    assert (last.choices, last.usage) == ([], whole.usage)
+    for choice in whole.choices:
+        parts = [c.choices[0] for c in chunks if c.choices[0].index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert said[choice.index // n].startswith(choice.text)
+        assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1].finish_reason == choice.finish_reason
+    assert {c.choices[0].index for c in chunks} == set(range(len(said) * n))
+    assert {choice.finish_reason for choice in whole.choices} == {"stop", "length"}
+    assert all(len(chunk.choices) == 1 for chunk in chunks)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stop_string_that_matched_is_named_and_kept_only_if_asked(
     server: RunningServer, stream: bool
