@@ -70,6 +70,10 @@ class EngineConfig:
     """Share of the device's KV cache up to which requests move to it from the host."""
     swap_out_threshold: float = 1.0
     """Share of the device's KV cache above which requests move from it to the host."""
+    rotate_residency: int = 0
+    """Let requests take turns on the device: who has been there for so many steps gives its place
+    to one that has got its tokens more slowly on the host for as long. 16 or more; 0: nobody is
+    moved for fairness."""
     rolling_rows: int | None = None
     """Host rows of each layer's group in rolling steps. Above 0, their programs are compiled and
     measured, and auto may choose such steps. Default: 16 under rolling, else 0: a start takes
@@ -114,6 +118,11 @@ class EngineConfig:
                 f"between swap_in_threshold ({self.swap_in_threshold}) and 1",
             ),
             (
+                "rotate_residency",
+                self.rotate_residency == 0 or self.rotate_residency >= 16,
+                "0 or at least 16 steps, for which a request that has moved stays",
+            ),
+            (
                 "rolling_rows",
                 self.rolling_rows is None or 0 <= self.rolling_rows <= self.max_num_seqs,
                 f"between 0 and max_num_seqs = {self.max_num_seqs}",
@@ -147,6 +156,18 @@ class EngineConfig:
             raise ValueError(
                 f"rolling_rows {self.rolling_rows} are rows whose KV cache is on the host, but "
                 "cpu_kv_gib is 0: give cpu_kv_gib some memory or leave rolling_rows out"
+            )
+        if self.rotate_residency and self.cpu_kv_gib == 0:
+            raise ValueError(
+                f"rotate_residency {self.rotate_residency} is of requests on the device and on the "
+                "host, but cpu_kv_gib is 0: give cpu_kv_gib some memory or leave rotate_residency "
+                "out"
+            )
+        if self.rotate_residency and self.offload_policy in ("device-only", "full"):
+            raise ValueError(
+                f"rotate_residency {self.rotate_residency} needs requests that run on either side, "
+                f"and offload_policy {self.offload_policy} runs all on one: choose auto, neo or "
+                "rolling, or leave rotate_residency out"
             )
         if self.offload_policy in ("full", "rolling") and self.cpu_kv_gib == 0:
             raise ValueError(

@@ -62,7 +62,7 @@ class RandomSwapping(Swapping):
             there = sum(r.placement is to for r in running) + len(swaps)
             need = self._memory.num_blocks(request.num_tokens) + there
             if self.rng.random() < self.probability and need < self._memory.pools[to].num_free:
-                swaps.append(self._move(request, to, step))
+                swaps.append(self._move(request, to, step, "at random"))
         self.count += len(swaps)
         return swaps
 

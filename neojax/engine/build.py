@@ -118,6 +118,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         rolling_rows=rolling_rows,
         can_mix=True,
         can_swap=runner.host is not None,
+        rotate_steps=config.rotate_residency,
         swap_in_threshold=config.swap_in_threshold,
         swap_out_threshold=config.swap_out_threshold,
         tpot_slo_s=config.tpot_slo_ms / 1e3,

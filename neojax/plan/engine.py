@@ -187,7 +187,7 @@ class SimulatedEngine:
         entering = plan.rolling.entering
         self._groups.append((len(entering), sum(row.stop for row in entering)))
         rows = self.scheduler.limits.rolling_rows
-        return rolling_step_times(Load.of(plan.b0), rows, self._groups, self.tables)
+        return rolling_step_times(Load.of(plan.b0), rows, self._groups, self.tables, plan.swaps)
 
     def stats(self) -> SimulatedStats:
         """A snapshot of the counters."""

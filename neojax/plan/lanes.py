@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from neojax.scheduler.costs import CostTables
-from neojax.scheduler.plan import Mode, Plan
+from neojax.scheduler.plan import Mode, Plan, Swap
 from neojax.scheduler.prediction import Load
 
 ENTRY = 0.25
@@ -31,17 +31,21 @@ class StepTimes(NamedTuple):
 def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     """A DEVICE_ONLY or PIPELINED plan on a machine whose parts cost what the tables say."""
     b0, b1 = Load.of(plan.b0), Load.of(plan.b1)
-    swapped_out = sum(swap.num_tokens for swap in plan.swaps if swap.is_out)
-    swapped_in = sum(swap.num_tokens for swap in plan.swaps if not swap.is_out)
-    # Swaps run beside the layers, on the links that stores and fetches use too.
-    links = tables.num_layers * max(
-        tables.store(b0.store_tokens) + tables.swap_out(swapped_out),
-        tables.fetch(b0.fetch_tokens) + tables.swap_in(swapped_in),
-    )
+    links = _links_s(b0, plan.swaps, tables)
     per_step = tables.per_step[plan.mode]
     ends = per_step(b0.num_rows) + per_step(b1.num_rows)
     layers = _layers(plan.mode, b0, b1, tables)
     return StepTimes(max(layers.seconds, links) + ends, layers.device_s + ends, layers.host_s)
+
+
+def _links_s(b0: Load, swaps: Iterable[Swap], c: CostTables) -> float:
+    """Swaps run beside the layers, on the links that stores and fetches use too."""
+    moved = {True: 0, False: 0}
+    for swap in swaps:
+        moved[swap.is_out] += swap.num_tokens
+    down = c.store(b0.store_tokens) + c.swap_out(moved[True])
+    up = c.fetch(b0.fetch_tokens) + c.swap_in(moved[False])
+    return c.num_layers * max(down, up)
 
 
 def _layers(mode: Mode, b0: Load, b1: Load, c: CostTables) -> StepTimes:
@@ -73,8 +77,9 @@ def _layers(mode: Mode, b0: Load, b1: Load, c: CostTables) -> StepTimes:
 
 
 def rolling_step_times(
-    b0: Load, group_rows: int, groups: Iterable[tuple[int, int]], c: CostTables
-) -> StepTimes:
+    b0: Load, group_rows: int, groups: Iterable[tuple[int, int]], c: CostTables,
+    swaps: Iterable[Swap] = (),
+) -> StepTimes:  # fmt: skip
     """A ROLLING step: every layer carries a group of host rows, padded to group_rows.
 
     groups: rows and sum of contexts of those under way. The host attends to all of them within
@@ -87,7 +92,7 @@ def rolling_step_times(
         + c.fetch(b0.fetch_tokens)
     )
     host_s = sum(c.host_decode(rows, context) for rows, context in groups)
-    store_s = c.num_layers * c.store(b0.store_tokens)
+    links_s = _links_s(b0, swaps, c)
     ends = c.per_step[Mode.ROLLING](b0.num_rows + group_rows)
     device_s = c.num_layers * layer
-    return StepTimes(max(device_s, host_s, store_s) + ends, device_s + ends, host_s)
+    return StepTimes(max(device_s, host_s, links_s) + ends, device_s + ends, host_s)

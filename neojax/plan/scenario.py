@@ -29,6 +29,7 @@ class Limits:
     block_size: int = 16
     rolling_rows: int = 32
     tpot_slo_s: float = math.inf
+    rotate_steps: int = 0
 
     def of_pools(
         self, device_kv_tokens: int, host_kv_tokens: int, num_layers: int
@@ -56,6 +57,7 @@ class Limits:
             num_layers=num_layers,
             rolling_rows=min(self.rolling_rows, self.max_num_seqs),
             tpot_slo_s=self.tpot_slo_s,
+            rotate_steps=self.rotate_steps,
             can_swap=True,
         )
 

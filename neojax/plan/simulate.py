@@ -62,6 +62,8 @@ class ScenarioConfig(LoadConfig):
     tables say."""
     tpot_slo_ms: float = 500.0
     """Time per output token of requests on the host up to which auto plans for them."""
+    rotate_residency: int = 0
+    """Steps of a turn on the device, where requests take turns there; 0: they do not."""
     seed: int = 0
     """Seed of lengths and arrivals."""
 
@@ -81,6 +83,7 @@ class ScenarioConfig(LoadConfig):
             max_model_len=self.max_model_len,
             rolling_rows=Limits().rolling_rows if self.rolling_rows is None else self.rolling_rows,
             tpot_slo_s=self.tpot_slo_ms / 1e3,
+            rotate_steps=self.rotate_residency,
         )
         if self.tables is None:
             described = describe(

@@ -56,7 +56,7 @@ class Forecast:
             return None
         alone = self._alone_s(b0, b1, groups)
         if is_rolling:
-            return predictor.predict_rolling(b0, group_rows, groups, alone)
+            return predictor.predict_rolling(b0, group_rows, groups, alone, plan.swaps)
         return predictor.predict(plan.mode, b0, b1, plan.swaps, alone)
 
     def _alone_s(self, b0: Load, b1: Load, groups: Sequence[tuple[int, int]]) -> float | None:

@@ -22,5 +22,6 @@ class SchedulerLimits:
     tpot_slo_s: float = 0.5  # `auto` plans no longer time per token for requests on the host
     can_mix: bool = False  # device tokens and host rows in one sub-batch
     can_swap: bool = False  # `Plan.swaps`
+    rotate_steps: int = 0  # a turn on the device, where requests take turns; 0: they do not
     swap_in_threshold: float = 0.95  # share of the device pool up to which requests move in
     swap_out_threshold: float = 1.0  # share of the device pool above which requests move out

@@ -95,6 +95,7 @@ class Swap:
     num_tokens: int  # tokens whose K and V move
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
+    reason: str = ""
 
     @property
     def is_out(self) -> bool:

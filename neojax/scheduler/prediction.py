@@ -157,10 +157,13 @@ class Predictor:
         host_s = self.rolling_host_s(rows, context)
         return max(self.rolling_device_s(device, group_rows), host_s)
 
-    def rolling_device_s(self, device: Load, group_rows: int) -> float:
+    def rolling_device_s(
+        self, device: Load, group_rows: int, swap_out: int = 0, swap_in: int = 0
+    ) -> float:
         """The device's part: its rows with a group beside them, starts and joins included."""
         c = self.tables
-        times = self.layer_times(Mode.ROLLING, device._replace(num_host_rows=0))
+        device = device._replace(num_host_rows=0)
+        times = self.layer_times(Mode.ROLLING, device, IDLE, swap_out, swap_in)
         rows = device.num_rows + group_rows
         linear = c.linear[Mode.ROLLING](rows)
         seconds = c.num_layers * max(linear + times.attention0, times.copies_down, times.copies_up)
@@ -177,15 +180,16 @@ class Predictor:
 
     def predict_rolling(
         self, device: Load, group_rows: int, groups: Iterable[tuple[int, int]],
-        device_only_s: float | None = None,
+        device_only_s: float | None = None, swaps: Iterable[Swap] = (),
     ) -> Prediction:  # fmt: skip
         """A ROLLING step's seconds, term by term; groups: rows and sum of contexts of each."""
         c = self.tables
-        times = self.layer_times(Mode.ROLLING, device)
+        moved = _moved_tokens(swaps)
+        times = self.layer_times(Mode.ROLLING, device, IDLE, *moved)
         rows = device.num_rows + group_rows
         host = sum(self.host_s(*group) for group in groups)
         return Prediction(
-            step_s=max(self.rolling_device_s(device, group_rows), host),
+            step_s=max(self.rolling_device_s(device, group_rows, *moved), host),
             linear_s=c.num_layers * c.linear[Mode.ROLLING](rows),
             device_attention_s=c.num_layers * times.attention0,
             host_attention_s=host,
@@ -205,11 +209,8 @@ class Predictor:
         device_only_s: float | None = None,
     ) -> Prediction:  # fmt: skip
         """A step's seconds, term by term."""
-        moved = {True: 0, False: 0}
-        for swap in swaps:
-            moved[swap.is_out] += swap.num_tokens
         c = self.tables
-        times = self.layer_times(mode, b0, b1, moved[True], moved[False])
+        times = self.layer_times(mode, b0, b1, *_moved_tokens(swaps))
         hop = c.hop(b0.num_host_rows) + c.hop(b1.num_host_rows)
         fetch = c.fetch(b0.fetch_tokens)
         return Prediction(
@@ -249,6 +250,17 @@ class Predictor:
     def _per_step(self, mode: Mode, b0: Load, b1: Load) -> float:
         table = self.tables.per_step[mode]
         return table(b0.num_rows) + table(b1.num_rows)
+
+
+def _moved_tokens(swaps: Iterable[Swap]) -> tuple[int, int]:
+    """Tokens that move out, and in."""
+    out = into = 0
+    for swap in swaps:
+        if swap.is_out:
+            out += swap.num_tokens
+        else:
+            into += swap.num_tokens
+    return out, into
 
 
 def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:

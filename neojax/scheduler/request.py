@@ -82,6 +82,7 @@ class Request:
     num_preemptions: int = 0
     served_step: int = 0  # newest step with a row of it; before that, the first that could have one
     moved_step: int | None = None  # newest step that moved it to the other pool
+    decoding_since: int = 0  # step at which it was first seen decoding, where requests take turns
     prompt_logprobs: list[TokenLogprobs | None] = dataclasses.field(
         default_factory=list["TokenLogprobs | None"]
     )

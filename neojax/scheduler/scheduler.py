@@ -133,9 +133,8 @@ class Scheduler:
         swaps = self._swapping.schedule(step, self.running, standing, self.policy, now)
         for swap in swaps:
             self.num_swapped[swap.placement_to] += 1
-            reason = "the device is full" if swap.is_out else "the device has room"
-            self._moves.append(Move(swap.request, swap.placement_to, reason))
-        moving = {swap.request for swap in swaps}
+            self._moves.append(Move(swap.request, swap.placement_to, swap.reason))
+        moving = {*(swap.request for swap in swaps), *self._swapping.held}
         if moving:
             standing = Standing.of(self.running, moving)
         num_preemptions = self.num_preemptions
@@ -181,6 +180,7 @@ class Scheduler:
         if self._forecast is not None:
             groups = self._rolling.loads if rolls else ()
             plan = dataclasses.replace(plan, prediction=self._forecast.of(plan, groups))
+        self._swapping.pass_time(plan.prediction.step_s if plan.prediction else None)
         self._advance(plan)
         return plan
 

@@ -1,8 +1,11 @@
-"""Which requests move between the pools: out when the device overflows, in when it has room."""
+"""Which requests move between the pools: out when the device overflows, in when it has room.
+
+And both by turns, where the user asks for it: see `rotation`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from neojax.scheduler.admission import possible_placements
 from neojax.scheduler.limits import SchedulerLimits
@@ -10,6 +13,7 @@ from neojax.scheduler.memory import Memory
 from neojax.scheduler.plan import Swap
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement, Request
+from neojax.scheduler.rotation import Rotation
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.standing import Standing
 
@@ -23,16 +27,35 @@ class Swapping:
     def __init__(self, limits: SchedulerLimits, memory: Memory) -> None:
         self._limits = limits
         self._memory = memory
+        self._rotation = Rotation(limits, memory)
+
+    @property
+    def held(self) -> Iterable[Request]:
+        """Requests that wait for blocks to move into, and do not run meanwhile."""
+        incoming = self._rotation.incoming
+        return () if incoming is None else (incoming,)
+
+    def pass_time(self, step_s: float | None) -> None:
+        """A step was planned that takes so long; None: nobody knows."""
+        self._rotation.pass_time(step_s)
 
     def schedule(
         self, step: int, running: Sequence[Request], standing: Standing, policy: OffloadPolicy,
         now: Situation,
     ) -> list[Swap]:  # fmt: skip
-        """Moves of `step`: out of a device pool that this step would overflow, else one in."""
+        """Moves of `step`: out of a device pool that this step would overflow, else a turn, else
+        one in.
+        """
         if not self._limits.can_swap:
             return []
+        rotation = self._rotation
+        rotates = rotation.is_on and policy.serves_host(now)
+        if rotation.is_on:
+            rotation.look(step, standing, is_due=rotates)
         swaps = self._out(step, running, standing, policy)
-        if swaps:
+        if not swaps and rotates:
+            swaps = self._turn(step, standing, policy, now)
+        if swaps or self.held:
             return swaps
         if not policy.serves_host(now):
             # On the host they wait for nothing but this; with an idle device, not even for rest.
@@ -61,18 +84,31 @@ class Swapping:
                 break
             on_host += 1
             excess -= len(victim.blocks) + self._memory.lacks(victim)
-            swaps.append(self._move(victim, Placement.HOST, step))
+            swaps.append(self._move(victim, Placement.HOST, step, "the device is full"))
         return swaps
+
+    def _turn(
+        self, step: int, standing: Standing, policy: OffloadPolicy, now: Situation
+    ) -> list[Swap]:
+        """Who comes in because room was made; else those who make room for the next one."""
+        arriving = self._rotation.arriving(standing)
+        if arriving is not None:
+            return [self._move(arriving, Placement.DEVICE, step, "its turn on the device")]
+        leaving = self._rotation.leaving(step, standing, policy, now)
+        return [self._move(r, Placement.HOST, step, "another's turn") for r in leaving]
 
     def _in(
         self, step: int, standing: Standing, policy: OffloadPolicy, *, rested: bool
     ) -> list[Swap]:
         """The oldest on the host, one at a time: its copies must hide under the step.
 
-        rested: only if it has not moved of late.
+        Where requests take turns, the one that is furthest behind. rested: only if it has not
+        moved of late.
         """
-        movable = (r for r in standing.host_decodes if not rested or self._may_move(r, step))
-        oldest = next(movable, None)
+        movable = [r for r in standing.host_decodes if not rested or self._may_move(r, step)]
+        if self._rotation.is_on:
+            movable = self._rotation.behind(step, movable)
+        oldest = next(iter(movable), None)
         if oldest is None or Placement.DEVICE not in possible_placements(
             oldest, policy, self._memory
         ):
@@ -84,7 +120,7 @@ class Swapping:
         room = int(share * device.limit) - device.num_used
         if need > min(room, device.num_free):
             return []
-        return [self._move(oldest, Placement.DEVICE, step)]
+        return [self._move(oldest, Placement.DEVICE, step, "the device has room")]
 
     def _suits_host(self, request: Request, policy: OffloadPolicy) -> bool:
         """Whether it may be on the host: to run there, or until there is room on the device."""
@@ -98,11 +134,11 @@ class Swapping:
         moved = request.moved_step
         return moved is None or step - moved >= MIN_STEPS_BETWEEN_MOVES
 
-    def _move(self, request: Request, placement: Placement, step: int) -> Swap:
+    def _move(self, request: Request, placement: Placement, step: int, reason: str) -> Swap:
         source = tuple(request.blocks)
         self._memory.move(request, placement, step)
         request.moved_step = step
         target = tuple(request.blocks)
         tokens = request.progress.token
         filled = self._memory.num_blocks(tokens)
-        return Swap(request, placement, tokens, source[:filled], target[:filled])
+        return Swap(request, placement, tokens, source[:filled], target[:filled], reason)

@@ -16,6 +16,7 @@ from neojax.engine.build import (
 from neojax.kv import host_memory
 from neojax.kv.geometry import GIB, KVGeometry
 from neojax.scheduler.policy import load_policy
+from neojax.scheduler.swapping import MIN_STEPS_BETWEEN_MOVES
 
 # 2 layers x 2 heads x 64 x 4 bytes x (K and V) = 2 KiB per token, 32 KiB per block.
 GEOMETRY = KVGeometry(2, 2, 64, 16, np.dtype(np.float32))
@@ -44,11 +45,19 @@ def test_programs_of_rolling_steps_exist_where_they_are_asked_for(policy, flag, 
         {"rolling_rows": 0, "offload_policy": "rolling"},
         {"rolling_rows": 4, "cpu_kv_gib": 0},
         {"tpot_slo_ms": 0},
+        {"rotate_residency": MIN_STEPS_BETWEEN_MOVES - 1},
+        {"rotate_residency": 64, "cpu_kv_gib": 0},
+        {"rotate_residency": 64, "offload_policy": "full"},
+        {"rotate_residency": 64, "offload_policy": "device-only"},
     ],
 )
-def test_rolling_settings_that_cannot_be_met_are_refused(settings):
-    with pytest.raises(ValueError, match=r"rolling_rows|tpot_slo_ms"):
+def test_settings_of_the_hosts_part_that_cannot_be_met_are_refused(settings):
+    with pytest.raises(ValueError, match=r"rolling_rows|tpot_slo_ms|rotate_residency"):
         config(**settings)
+
+
+def test_a_turn_on_the_device_may_be_as_short_as_any_stay():
+    assert config(rotate_residency=MIN_STEPS_BETWEEN_MOVES).rotate_residency == 16
 
 
 def test_the_context_is_what_the_largest_usable_pool_holds():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 
 from neojax.engine.core import EngineCore
 from neojax.scheduler.plan import Mode
+from neojax.scheduler.policy import load_policy
 from neojax.scheduler.request import Placement
+from neojax.scheduler.scheduler import Scheduler
 from tests.engine.faults import assert_only_the_host_fails, fail_launch
 from tests.engine.tiny import (
     BASE,
@@ -23,6 +26,7 @@ from tests.engine.tiny import (
     tiny_model,
 )
 from tests.runner.hlo import sizes_copied
+from tests.scheduler.random_modes import RandomModes
 
 CONFIG = dataclasses.replace(BASE, num_layers=4)
 REQUESTS = mixed_requests(24, seed=5)
@@ -157,6 +161,39 @@ def test_a_job_that_fails_fails_the_rows_under_way_and_nobody_else(engine):
             broken.append(number)
 
     assert_only_the_host_fails(engine, "injected in the library", break_once)
+
+
+@pytest.mark.parametrize("policy", ["rolling", "random"])
+def test_turns_on_the_device_change_no_token(engine, policy: str):
+    """As short and as many as may be, under ROLLING steps and under any."""
+    requests = [(p[:60], dataclasses.replace(q, max_tokens=90)) for p, q in REQUESTS[:10]]
+    engine.set_policy("device-only")
+    engine.set_block_limit(None)
+    expected = run_all(engine, requests)
+    usual = engine.scheduler
+    limits = dataclasses.replace(usual.limits, can_swap=True, rotate_steps=16)
+    made = load_policy("rolling") if policy == "rolling" else RandomModes(random.Random(0))
+    engine.scheduler = Scheduler(limits, made)
+    turns, moved = 0, set()
+    try:
+        engine.set_block_limit(28)
+        for index, request in enumerate(requests):
+            engine.add_request(str(index), *request)
+        tokens: list[list[int]] = [[] for _ in requests]
+        while engine.has_work:
+            result = engine.step()
+            for output in result.outputs:
+                tokens[int(output.request_id)] += output.token_ids
+            engine.scheduler.check_integrity()
+            for move in () if result.plan is None else result.plan.moves:
+                if "turn" in move.reason:
+                    turns += 1
+                    moved.add(move.request.request_id)
+    finally:
+        engine.scheduler = usual
+    assert_same_tokens(tiny_model(CONFIG), requests, expected, tokens)
+    assert turns > 4
+    assert len(moved) > 3
 
 
 def test_a_seed_gives_the_same_tokens_on_either_side(engine):

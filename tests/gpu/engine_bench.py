@@ -40,7 +40,10 @@ class EveryStep(Swapping):
         found = [r for r in running if r.request_id == self.moving and r.is_decoding]
         return [
             self._move(
-                r, Placement.HOST if r.placement is Placement.DEVICE else Placement.DEVICE, step
+                r,
+                Placement.HOST if r.placement is Placement.DEVICE else Placement.DEVICE,
+                step,
+                "named",
             )
             for r in found
         ]

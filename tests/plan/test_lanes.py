@@ -96,3 +96,12 @@ def test_a_rolling_step_is_its_longer_lane():
     host = 32 * TABLES.host_decode(4, 100_000)
     assert busy.host_s == pytest.approx(host)
     assert busy.seconds == pytest.approx(host + TABLES.per_step[Mode.ROLLING](12))
+
+    moved = row(20_000, 0, Placement.HOST).request
+    swap = Swap(moved, Placement.HOST, 20_000, (), ())
+    swapping = rolling_step_times(b0, 4, [(0, 0)] * 32, TABLES, [swap])
+    ends = TABLES.per_step[Mode.ROLLING](12)
+    assert swapping.seconds == pytest.approx(32 * TABLES.swap_out(20_000) + ends)
+    assert swapping.seconds > idle.seconds
+    predicted = Predictor(TABLES).predict_rolling(b0, 4, [], swaps=[swap])
+    assert predicted.step_s == pytest.approx(swapping.seconds)
