@@ -51,10 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip_slow = pytest.mark.skip(reason="takes minutes; run with --slow")
     skip_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
     without_gpu = not has_gpu()
+    # By marker: keywords hold the names of folders too, that of a clone among them.
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(skip_slow)
-        if "gpu" in item.keywords and without_gpu:
+        if item.get_closest_marker("gpu") and without_gpu:
             item.add_marker(skip_gpu)
 
 

@@ -94,5 +94,5 @@ def rolling_step_times(
     host_s = sum(c.host_decode(rows, context) for rows, context in groups)
     links_s = _links_s(b0, swaps, c)
     ends = c.per_step[Mode.ROLLING](b0.num_rows + group_rows)
-    device_s = c.num_layers * layer
-    return StepTimes(max(device_s, host_s, links_s) + ends, device_s + ends, host_s)
+    device_s = c.num_layers * layer + ends
+    return StepTimes(max(device_s, host_s, links_s + ends), device_s, host_s)

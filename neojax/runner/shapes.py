@@ -1,14 +1,13 @@
 """The closed set of shapes that have compiled programs.
 
 Few, because each costs seconds before ready: DEVICE_ONLY steps have a bucket for every power of
-two of tokens, PIPELINED ones fewer, and device tokens beside host rows only a few pairs.
+two of tokens, the others fewer, and device tokens beside host rows only a few pairs.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from neojax.scheduler.plan import Mode
@@ -53,7 +52,7 @@ class Buckets:
     """Padded sizes, ascending. The largest of each is the step's limit."""
 
     tokens: tuple[int, ...]  # of DEVICE_ONLY steps
-    pipelined_tokens: tuple[int, ...]  # of PIPELINED sub-batches: some of `tokens`
+    pipelined_tokens: tuple[int, ...]  # of PIPELINED sub-batches and ROLLING steps
     host_rows: tuple[int, ...]  # of sub-batches that have nothing else
     mixed: tuple[Shape, ...]  # device tokens beside host rows; both numbers ascend
     table_widths: tuple[int, ...]
@@ -99,11 +98,8 @@ class Buckets:
         match mode:
             case Mode.DEVICE_ONLY:
                 return self.tokens
-            case Mode.PIPELINED:
+            case Mode.PIPELINED | Mode.ROLLING:
                 return self.pipelined_tokens
-            case Mode.ROLLING:
-                smallest = MIN_CHUNK_TOKENS if self.max_decodes else 1
-                return _every_other([t for t in self.tokens if t >= smallest] or self.tokens[-1:])
 
     def padded(self, mode: Mode, num_tokens: int, *, has_chunks: bool) -> int:
         """So many device tokens, padded; ROLLING steps without one are computed as if with one."""
@@ -175,7 +171,7 @@ def _powers(first: int, factor: int, last: int) -> tuple[int, ...]:
 
 
 def _thinned(tokens: tuple[int, ...], smallest: int) -> tuple[int, ...]:
-    """The buckets that PIPELINED sub-batches have too."""
+    """The buckets that PIPELINED sub-batches and ROLLING steps have too."""
     kept = [tokens[-1]]
     for count in reversed(tokens[:-1]):
         is_dense = count >= DENSE_TOKENS
@@ -193,11 +189,6 @@ def _mixed(tokens: tuple[int, ...], host_rows: tuple[int, ...], smallest: int) -
         *(Shape(t, _fit(host_rows, min(max(1, t // 4), host_rows[-1]))) for t in fitting),
         Shape(tokens[-1], host_rows[-1]),
     )
-
-
-def _every_other(tokens: Sequence[int]) -> tuple[int, ...]:
-    """From the smallest on, and the last."""
-    return tuple(dict.fromkeys([*tokens[::2], tokens[-1]]))
 
 
 def _widths(table_width: int) -> tuple[int, ...]:

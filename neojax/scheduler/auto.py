@@ -62,8 +62,6 @@ class Auto(OffloadPolicy):
     def wants_back(self, now: Situation) -> bool:
         if now.outlook is None:
             return False
-        if now.num_rolling:
-            return True  # the oldest go where they are fast, and younger ones take their places
         return now.num_host > now.outlook.num_host_rows or not now.num_waiting
 
 
@@ -76,6 +74,8 @@ class _Choosing:
         self.predictor = predictor
         self.can_mix = now.limits.can_mix
         self.rolling_rows = now.limits.rolling_rows
+        self.is_steady = now.outlook.rolling_rows > 0
+        self.chunk_tokens = now.outlook.chunk_tokens
         self.may_enter = now.num_rolling > 0
         self.contexts = [0, *itertools.accumulate(r.num_tokens for r in offer.host_decodes)]
         self.num_decodes = len(offer.device_decodes)
@@ -93,8 +93,15 @@ class _Choosing:
         self.prompt_token_s = now.outlook.prompt_token_s
 
     def best(self) -> Choice:
-        """The candidate that is worth most per second; DEVICE_ONLY where none is better."""
+        """The candidate that is worth most per second; DEVICE_ONLY where none is better.
+
+        Where the outlook is one of ROLLING steps, the best of these: a step's choice is of one
+        step, and groups that stay parked for some of them hold back their requests for all.
+        """
         offer = self.offer
+        rolling = list(self._rolling())
+        if rolling and self.is_steady:
+            return max(rolling, key=lambda c: c[0])[1]
         must_store = bool(offer.chunks) and offer.chunks[0].placement is Placement.HOST
         best, best_worth = Choice(), 0.0
         # Not where the prompt at the head is to go to the host.
@@ -117,7 +124,7 @@ class _Choosing:
             if worth < last:
                 break  # fewer rows serve less still
             last = worth
-        return max([(best_worth, best), *self._rolling()], key=lambda c: c[0])[1]
+        return max([(best_worth, best), *rolling], key=lambda c: c[0])[1]
 
     def _rolling(self) -> Iterator[tuple[float, Choice]]:
         """ROLLING steps, with a further group where the outlook has them, and without."""
@@ -132,9 +139,9 @@ class _Choosing:
             # steady state they are as many.
             rows = max(len(group), offer.num_under_way / layers)
             host_s = staying_s + predictor.host_s(len(group), sum(r.num_tokens for r in group))
-            for chunks in self._sizes(offer.num_tokens):
+            for chunks in self._rolling_sizes():
                 device_s = predictor.rolling_device_s(self._device_load(chunks), self.rolling_rows)
-                worth = self._worth_s(chunks, rows) / max(device_s, host_s)
+                worth = self._worth_s(chunks, rows) / predictor.rolling_step_s(device_s, host_s)
                 reason = f"{len(group)} host rows enter: worth {worth:.2f} a second"
                 yield worth, Choice(chunks, entering=group, reason=reason)
 
@@ -158,6 +165,19 @@ class _Choosing:
                 if cut:
                     sizes.append(cut)
         return sizes
+
+    def _rolling_sizes(self) -> list[tuple[Chunk, ...]]:
+        """Sizes of the prefill in a ROLLING step.
+
+        Where the outlook is one of such steps, as much as it has in each: a large piece leaves the
+        host idle for most of the step, and afterwards there is none to hide the host's work under.
+        """
+        if not self.is_steady:
+            return self._sizes(self.offer.num_tokens)
+        linear = self.predictor.tables.linear[Mode.ROLLING]
+        others = self.num_decodes + self.rolling_rows
+        rows = linear.most_for(others + max(MIN_CHUNK_TOKENS, self.chunk_tokens))
+        return [self.offer.trimmed(min(self.offer.num_tokens, int(rows) - others))]
 
     def _hidden_rows(self, most: int) -> int:
         """Host rows whose attention just hides under all of the device's work."""

@@ -7,6 +7,9 @@ from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.request import Placement
 from neojax.scheduler.situation import Situation
 
+MIN_CHUNK_TOKENS = 64
+"""Prefill is not cut smaller: a prompt must get on."""
+
 
 class DeviceOnly(OffloadPolicy):
     """Every request's attention on the device; when it is full, requests wait."""
@@ -30,14 +33,10 @@ class RollingLane(OffloadPolicy):
     needs_rolling = True
 
     def choose(self, offer: Offer, now: Situation) -> Choice:
-        """Prefill in pieces that leave the host rows their pace.
-
-        While the device has rows to gain, prefill comes first.
-        """
+        """Prefill in pieces that leave the host rows their pace."""
         limit, outlook = offer.num_tokens, now.outlook
-        is_full = outlook is not None and now.num_device >= outlook.num_device_rows
-        if outlook is not None and outlook.chunk_tokens and is_full:
-            limit = min(limit, outlook.chunk_tokens)
+        if outlook is not None and outlook.chunk_tokens:
+            limit = min(limit, max(MIN_CHUNK_TOKENS, outlook.chunk_tokens))
         return Choice(offer.trimmed(limit), entering=offer.group, reason="host rows ride along")
 
     def wants_back(self, now: Situation) -> bool:

@@ -44,6 +44,15 @@ class Table1:
             return ys[0]
         return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
+    def most_for(self, x: float) -> float:
+        """The most work that costs no more than x: programs are padded to buckets."""
+        i = bisect.bisect_left(self.xs, x)
+        cost, most = self(x), x
+        while i < len(self.xs) and self.ys[i] <= cost:
+            most = max(most, self.xs[i])
+            i += 1
+        return most
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table2:

@@ -242,10 +242,17 @@ class Outlook:
             for load in (decodes, decodes._replace(chunks=chunks, store_tokens=on_host))
         ]
         mean = seconds[0] + share * (seconds[1] - seconds[0])
+        mean += share * on_host / mix.prompt_tokens * self._fetches_s(mix, prefill)
         if self._steps_per_rolling_token * mean > limits.tpot_slo_s:
             return Regime(0.0, 0)
         num_host = int(self._steps_per_rolling_token * group_rows)
         return Regime(useful / mean, num_host, group_rows, prefill)
+
+    def _fetches_s(self, mix: Mix, piece: int) -> float:
+        """Seconds in which a prompt on the host waits for its prefix, computed in such pieces."""
+        tables, prompt = self._predictor.tables, int(mix.prompt_tokens)
+        starts = range(piece, prompt, piece) if piece else ()
+        return tables.num_layers * sum(map(tables.fetch, starts))
 
 
 def _steps(most: int) -> list[int]:

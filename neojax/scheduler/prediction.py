@@ -155,7 +155,14 @@ class Predictor:
         Each queue has the whole step for its own work. group_rows: rows that a group is padded to.
         """
         host_s = self.rolling_host_s(rows, context)
-        return max(self.rolling_device_s(device, group_rows), host_s)
+        return self.rolling_step_s(self.rolling_device_s(device, group_rows), host_s)
+
+    def rolling_step_s(self, device_s: float, host_s: float) -> float:
+        """A ROLLING step by its two parts, as measured steps have corrected it.
+
+        Corrected as a whole: a factor on one part would grow without end while the other is longer.
+        """
+        return self.corrections.step[Mode.ROLLING] * max(device_s, host_s)
 
     def rolling_device_s(
         self, device: Load, group_rows: int, swap_out: int = 0, swap_in: int = 0
@@ -167,7 +174,7 @@ class Predictor:
         rows = device.num_rows + group_rows
         linear = c.linear[Mode.ROLLING](rows)
         seconds = c.num_layers * max(linear + times.attention0, times.copies_down, times.copies_up)
-        return self.corrections.step[Mode.ROLLING] * (seconds + c.per_step[Mode.ROLLING](rows))
+        return seconds + c.per_step[Mode.ROLLING](rows)
 
     def rolling_host_s(self, rows: float, context: float) -> float:
         """The host's part: one layer for each of as many groups as there are layers.
@@ -189,7 +196,7 @@ class Predictor:
         rows = device.num_rows + group_rows
         host = sum(self.host_s(*group) for group in groups)
         return Prediction(
-            step_s=max(self.rolling_device_s(device, group_rows, *moved), host),
+            step_s=self.rolling_step_s(self.rolling_device_s(device, group_rows, *moved), host),
             linear_s=c.num_layers * c.linear[Mode.ROLLING](rows),
             device_attention_s=c.num_layers * times.attention0,
             host_attention_s=host,

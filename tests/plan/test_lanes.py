@@ -95,7 +95,7 @@ def test_a_rolling_step_is_its_longer_lane():
     busy = rolling_step_times(b0, 4, groups, TABLES)
     host = 32 * TABLES.host_decode(4, 100_000)
     assert busy.host_s == pytest.approx(host)
-    assert busy.seconds == pytest.approx(host + TABLES.per_step[Mode.ROLLING](12))
+    assert busy.seconds == pytest.approx(host)  # also while the head is computed
 
     moved = row(20_000, 0, Placement.HOST).request
     swap = Swap(moved, Placement.HOST, 20_000, (), ())

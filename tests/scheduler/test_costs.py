@@ -73,6 +73,14 @@ def test_a_table_interpolates_and_goes_on_with_its_last_slope():
     assert plane(5, 50) == 13.0  # both, added up
 
 
+@given(table=tables1(), x=st.floats(0.5, 5000))
+def test_padding_costs_nothing_up_to_the_end_of_a_bucket(table: Table1, x: float):
+    most = table.most_for(x)
+    assert most >= x
+    assert table(most) == pytest.approx(table(x))
+    assert all(table(further) > table(x) for further in table.xs if further > most)
+
+
 def test_noise_is_made_monotone():
     assert Table1((1, 2, 3), (1.0, 0.5, 2.0)).ys == (1.0, 1.0, 2.0)
     assert Table2((1, 2), (1, 2), ((1.0, 0.5), (0.2, 3.0))).values == ((1.0, 1.0), (1.0, 3.0))

@@ -15,7 +15,7 @@ from neojax.scheduler.auto import Auto
 from neojax.scheduler.baselines import RollingLane
 from neojax.scheduler.costs import CostTables
 from neojax.scheduler.outlook import Outlook
-from neojax.scheduler.plan import Mode, Plan
+from neojax.scheduler.plan import Mode, Plan, Prediction
 from neojax.scheduler.policy import OffloadPolicy
 from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.request import Placement
@@ -275,6 +275,38 @@ def test_the_predicted_step_is_the_longer_of_both_queues():
     assert predictor.rolling_seconds(device, 16, 16, 100_000) > 2 * device_s
     prediction = predictor.predict_rolling(device, 16, [(4, 4000)] * 32)
     assert prediction.step_s == pytest.approx(max(device_s, prediction.host_attention_s))
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.25])
+@pytest.mark.parametrize("context", [10, 100_000])  # the device's part is longer, the host's
+def test_what_rolling_steps_take_is_learnt_whichever_part_is_longer(ratio: float, context: int):
+    predictor = Predictor(h200())
+    device = Load(num_decodes=15, decode_context=15_000)
+
+    def predict() -> Prediction:
+        return predictor.predict_rolling(device, 16, [(4, context)] * 32)
+
+    truth = ratio * predict().step_s
+    for _ in range(200):
+        predictor.corrections.observe(Mode.ROLLING, predict(), truth, 0.0)
+    assert predict().step_s == pytest.approx(truth, rel=0.01)
+    assert predictor.corrections.step[Mode.ROLLING] == pytest.approx(ratio, rel=0.01)
+
+
+@pytest.mark.parametrize("policy", [Auto, RollingLane])
+def test_prompts_are_computed_in_even_pieces_where_the_steady_state_rolls(
+    policy: type[OffloadPolicy],
+):
+    """The device holds 15 requests of 1050: two or three hundred tokens a step replace them."""
+    limits = dataclasses.replace(LARGE, tpot_slo_s=1.0, can_swap=True)
+    scheduler = Scheduler(limits, policy(), h200())
+    for i in range(400):
+        scheduler.add(make_request(i, 1000, 100))
+    plans = [run_step(scheduler) for _ in range(600)][200:]
+    assert all(plan.mode is Mode.ROLLING for plan in plans)
+    pieces = [sum(row.num_tokens for row in plan.b0.chunks) for plan in plans]
+    assert max(pieces) <= 512
+    assert sum(piece > 0 for piece in pieces) > len(pieces) / 2
 
 
 def test_policies_that_roll_need_their_programs():
