@@ -5,25 +5,16 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compare_outputs"
+from tests.scripts.as_module import SCRIPTS, as_module
 
 
 @pytest.fixture(scope="module")
 def script():
-    """The script as a module."""
-    spec = spec_from_loader("compare_outputs", SourceFileLoader("compare_outputs", str(SCRIPT)))
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules["compare_outputs"] = module  # its dataclasses look for their module
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    return module
+    return as_module("compare_outputs")
 
 
 class FakeScorer:
@@ -66,8 +57,8 @@ def test_an_answer_that_ends_early_is_never_a_tie(script):
 def test_the_report_of_a_tiny_model_finds_every_token_the_same(script, tiny_checkpoint, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\nanother, longer prompt\nthree\n")
-    command = [sys.executable, str(SCRIPT), str(tiny_checkpoint), "--load-format", "dummy"]
-    command += ["--max-tokens", "20", "--prompts", str(prompts)]
+    command = [sys.executable, str(SCRIPTS / "compare_outputs"), str(tiny_checkpoint)]
+    command += ["--load-format", "dummy", "--max-tokens", "20", "--prompts", str(prompts)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "Every token is the same." in result.stdout or "ties within" in result.stdout

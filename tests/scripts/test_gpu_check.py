@@ -7,35 +7,24 @@ import os
 import subprocess
 import sys
 import time
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import figures, forward_checks, sections
 from tests.gpu.suite import run_tests
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SCRIPT = SCRIPTS / "gpu_check"
+from tests.scripts.as_module import SCRIPTS, as_module
 
 
 @pytest.fixture(scope="module")
 def script():
-    """The script as a module; it finds what lies beside it through sys.path."""
-    before = sys.path[:]
-    spec = spec_from_loader("gpu_check", SourceFileLoader("gpu_check", str(SCRIPT)))
-    assert spec is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    yield module
-    sys.path[:] = before
+    return as_module("gpu_check")
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command's own process."""
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        [sys.executable, str(SCRIPTS / "gpu_check"), *map(str, arguments)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from neojax.ops import host_attention
+from tests.scripts.as_module import SCRIPTS, as_module
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_programs"
 HAS_PLUGIN = any(
     importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
 )
@@ -57,20 +54,12 @@ calls=%dynamic-slice-fusion
 
 @pytest.fixture(scope="module")
 def script():
-    """The script as a module."""
-    before = sys.path[:]
-    spec = spec_from_loader("gpu_programs", SourceFileLoader("gpu_programs", str(SCRIPT)))
-    assert spec is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    yield module
-    sys.path[:] = before
+    return as_module("gpu_programs")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(SCRIPTS / "gpu_programs"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_what_a_gpu_program_launches_is_read_in_order(script):
