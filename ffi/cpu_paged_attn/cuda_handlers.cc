@@ -7,6 +7,7 @@
 #include "ffi/cpu_paged_attn/cuda_lane.h"
 #include "ffi/cpu_paged_attn/ffi_checks.h"
 #include "ffi/cpu_paged_attn/ffi_handlers.h"
+#include "ffi/cpu_paged_attn/ffi_targets.h"
 #include "ffi/cpu_paged_attn/lane.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -43,13 +44,12 @@ ffi::Error StartImpl(CudaStream stream, ffi::AnyBuffer message,
                      int64_t num_rows, std::string_view dtype_name,
                      ffi::Result<ffi::AnyBuffer> ticket,
                      ffi::Result<ffi::AnyBuffer> tie_out) {
-  return Guarded("neojax.start.v2", [&]() -> Error {
+  return Guarded(kStartTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckMessage(message, *lane, dtype_name, num_rows, &dtype);
-    if (e.empty()) e = CheckInt32("ticket", *ticket, 1);
+    e = CheckStart(message, *ticket, *lane, dtype_name, num_rows, &dtype);
     if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
     if (!e.empty()) return e;
     return lane->cuda()->Start(stream, channel, At(message), dtype, num_rows);
@@ -60,14 +60,13 @@ ffi::Error JoinImpl(CudaStream stream, ffi::AnyBuffer ticket,
                     ffi::AnyBuffer tie, int64_t lane_id, int64_t channel,
                     ffi::Result<ffi::AnyBuffer> out,
                     ffi::Result<ffi::AnyBuffer> tie_out) {
-  return Guarded("neojax.join.v1", [&]() -> Error {
+  return Guarded(kJoinTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     int64_t num_rows;
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckInt32("ticket", ticket, 1);
-    if (e.empty()) e = CheckOut(*out, *lane, &dtype, &num_rows);
+    e = CheckJoin(ticket, *out, *lane, &dtype, &num_rows);
     if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
     if (!e.empty()) return e;
     return lane->cuda()->Join(stream, channel, At(out), dtype, num_rows);
@@ -79,7 +78,7 @@ ffi::Error ExchangeImpl(CudaStream stream, ffi::AnyBuffer message,
                         std::string_view dtype_name,
                         ffi::Result<ffi::AnyBuffer> out,
                         ffi::Result<ffi::AnyBuffer> ticket_out) {
-  return Guarded("neojax.exchange.v1", [&]() -> Error {
+  return Guarded(kExchangeTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype started, joined;
     int64_t num_rows;
@@ -98,16 +97,13 @@ ffi::Error StoreImpl(CudaStream stream, ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
                      ffi::AnyBuffer tie, int64_t lane_id,
                      ffi::Result<ffi::AnyBuffer> done,
                      ffi::Result<ffi::AnyBuffer> tie_out) {
-  return Guarded("neojax.store.v1", [&]() -> Error {
+  return Guarded(kStoreTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     int64_t num_rows;
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckFloats("rows", rows, "[T, (N+2K)*H]", lane->row_elements(), &dtype,
-                    &num_rows);
-    if (e.empty()) e = CheckInt32("hdr", hdr, 3);
-    if (e.empty()) e = CheckInt32("done", *done, 1);
+    e = CheckStore(rows, hdr, *done, *lane, &dtype, &num_rows);
     if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
     if (!e.empty()) return e;
     return lane->cuda()->StoreRows(stream, At(rows), dtype, num_rows, At(hdr));
@@ -118,13 +114,12 @@ ffi::Error FetchImpl(CudaStream stream, ffi::AnyBuffer hdr, ffi::AnyBuffer k,
                      ffi::AnyBuffer v, int64_t lane_id,
                      ffi::Result<ffi::AnyBuffer> k_out,
                      ffi::Result<ffi::AnyBuffer> v_out) {
-  return Guarded("neojax.fetch.v1", [&]() -> Error {
+  return Guarded(kFetchTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckInt32("hdr", hdr, 3);
-    if (e.empty()) e = CheckScratches(k, v, lane->shape(), &dtype);
+    e = CheckFetch(hdr, k, v, *lane, &dtype);
     if (e.empty()) e = PassTie(stream, k, k_out, *lane);
     if (e.empty()) e = PassTie(stream, v, v_out, *lane);
     if (!e.empty()) return e;
@@ -136,14 +131,12 @@ ffi::Error FetchImpl(CudaStream stream, ffi::AnyBuffer hdr, ffi::AnyBuffer k,
 ffi::Error SwapOutImpl(CudaStream stream, ffi::AnyBuffer blocks,
                        ffi::AnyBuffer hdr, int64_t lane_id,
                        ffi::Result<ffi::AnyBuffer> done) {
-  return Guarded("neojax.swap_out.v1", [&]() -> Error {
+  return Guarded(kSwapOutTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     BlockMove move;
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckMoved(blocks, lane->cache(), &move);
-    if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move.num_blocks);
-    if (e.empty()) e = CheckInt32("done", *done, 1);
+    e = CheckSwap(blocks, hdr, "done", *done, lane->cache(), &move);
     if (!e.empty()) return e;
     return lane->cuda()->SwapOut(stream, move, At(hdr), At(blocks));
   });
@@ -152,7 +145,7 @@ ffi::Error SwapOutImpl(CudaStream stream, ffi::AnyBuffer blocks,
 ffi::Error StartSwapInImpl(CudaStream stream, ffi::AnyBuffer hdr,
                            int64_t lane_id, int64_t layers,
                            ffi::Result<ffi::AnyBuffer> ticket) {
-  return Guarded("neojax.start_swap_in.v1", [&]() -> Error {
+  return Guarded(kStartSwapInTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     BlockMove move;
     Error e = FindCudaLane(lane_id, &lane);
@@ -166,108 +159,43 @@ ffi::Error StartSwapInImpl(CudaStream stream, ffi::AnyBuffer hdr,
 ffi::Error JoinSwapInImpl(CudaStream stream, ffi::AnyBuffer ticket,
                           ffi::AnyBuffer hdr, int64_t lane_id,
                           ffi::Result<ffi::AnyBuffer> blocks) {
-  return Guarded("neojax.join_swap_in.v1", [&]() -> Error {
+  return Guarded(kJoinSwapInTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     BlockMove move;
     Error e = FindCudaLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckMoved(*blocks, lane->cache(), &move);
-    if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move.num_blocks);
-    if (e.empty()) e = CheckInt32("ticket", ticket, 1);
+    e = CheckSwap(*blocks, hdr, "ticket", ticket, lane->cache(), &move);
     if (!e.empty()) return e;
     return lane->cuda()->JoinSwapIn(stream, move, At(blocks));
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(kStart, StartImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // message
-                           .Arg<ffi::AnyBuffer>()  // tie
-                           .Attr<int64_t>("lane")
-                           .Attr<int64_t>("channel")
-                           .Attr<int64_t>("rows")
-                           .Attr<std::string_view>("dtype")
-                           .Ret<ffi::AnyBuffer>()    // ticket, not written
-                           .Ret<ffi::AnyBuffer>());  // tie
+auto OnStream() {
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CudaStream>>();
+}
 
-XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // ticket
-                           .Arg<ffi::AnyBuffer>()  // tie
-                           .Attr<int64_t>("lane")
-                           .Attr<int64_t>("channel")
-                           .Ret<ffi::AnyBuffer>()    // out
-                           .Ret<ffi::AnyBuffer>());  // tie
-
-XLA_FFI_DEFINE_HANDLER(kExchange, ExchangeImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // message
-                           .Arg<ffi::AnyBuffer>()  // ticket
-                           .Attr<int64_t>("lane")
-                           .Attr<int64_t>("channel")
-                           .Attr<std::string_view>("dtype")
-                           .Ret<ffi::AnyBuffer>()    // out
-                           .Ret<ffi::AnyBuffer>());  // ticket, not written
-
-XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // rows
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Arg<ffi::AnyBuffer>()  // tie
-                           .Attr<int64_t>("lane")
-                           .Ret<ffi::AnyBuffer>()    // done, not written
-                           .Ret<ffi::AnyBuffer>());  // tie
-
-XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Arg<ffi::AnyBuffer>()  // k_scratch
-                           .Arg<ffi::AnyBuffer>()  // v_scratch
-                           .Attr<int64_t>("lane")
-                           .Ret<ffi::AnyBuffer>()    // k_scratch
-                           .Ret<ffi::AnyBuffer>());  // v_scratch
-
-XLA_FFI_DEFINE_HANDLER(kSwapOut, SwapOutImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // blocks
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Attr<int64_t>("lane")
-                           .Ret<ffi::AnyBuffer>());  // done, not written
-
+XLA_FFI_DEFINE_HANDLER(kStart, StartImpl, BindStart(OnStream()));
+XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl, BindJoin(OnStream()));
+XLA_FFI_DEFINE_HANDLER(kExchange, ExchangeImpl, BindExchange(OnStream()));
+XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl, BindStore(OnStream()));
+XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl, BindFetch(OnStream()));
+XLA_FFI_DEFINE_HANDLER(kSwapOut, SwapOutImpl, BindSwapOut(OnStream()));
 XLA_FFI_DEFINE_HANDLER(kStartSwapIn, StartSwapInImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Attr<int64_t>("lane")
-                           .Attr<int64_t>("layers")
-                           .Ret<ffi::AnyBuffer>());  // ticket, not written
-
-XLA_FFI_DEFINE_HANDLER(kJoinSwapIn, JoinSwapInImpl,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<CudaStream>>()
-                           .Arg<ffi::AnyBuffer>()  // ticket
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Attr<int64_t>("lane")
-                           .Ret<ffi::AnyBuffer>());  // blocks
+                       BindStartSwapIn(OnStream()));
+XLA_FFI_DEFINE_HANDLER(kJoinSwapIn, JoinSwapInImpl, BindJoinSwapIn(OnStream()));
 
 }  // namespace
 
 std::vector<std::pair<const char*, void*>> CudaHandlers() {
   return {
-      {"neojax.start.v2", reinterpret_cast<void*>(kStart)},
-      {"neojax.join.v1", reinterpret_cast<void*>(kJoin)},
-      {"neojax.exchange.v1", reinterpret_cast<void*>(kExchange)},
-      {"neojax.store.v1", reinterpret_cast<void*>(kStore)},
-      {"neojax.fetch.v1", reinterpret_cast<void*>(kFetch)},
-      {"neojax.swap_out.v1", reinterpret_cast<void*>(kSwapOut)},
-      {"neojax.start_swap_in.v1", reinterpret_cast<void*>(kStartSwapIn)},
-      {"neojax.join_swap_in.v1", reinterpret_cast<void*>(kJoinSwapIn)},
+      {kStartTarget, reinterpret_cast<void*>(kStart)},
+      {kJoinTarget, reinterpret_cast<void*>(kJoin)},
+      {kExchangeTarget, reinterpret_cast<void*>(kExchange)},
+      {kStoreTarget, reinterpret_cast<void*>(kStore)},
+      {kFetchTarget, reinterpret_cast<void*>(kFetch)},
+      {kSwapOutTarget, reinterpret_cast<void*>(kSwapOut)},
+      {kStartSwapInTarget, reinterpret_cast<void*>(kStartSwapIn)},
+      {kJoinSwapInTarget, reinterpret_cast<void*>(kJoinSwapIn)},
   };
 }
 

@@ -185,6 +185,51 @@ inline Error CheckMoveHdr(const ffi::AnyBuffer& hdr, int64_t layers,
   return CheckInt32("hdr", hdr, std::max<int64_t>(size, kBlockIds + 1));
 }
 
+// What the calls are given and give, all but their ties.
+inline Error CheckStart(const ffi::AnyBuffer& message,
+                        const ffi::AnyBuffer& ticket, const HostLane& lane,
+                        std::string_view dtype_name, int64_t num_rows,
+                        Dtype* dtype) {
+  Error e = CheckMessage(message, lane, dtype_name, num_rows, dtype);
+  if (e.empty()) e = CheckInt32("ticket", ticket, 1);
+  return e;
+}
+
+inline Error CheckJoin(const ffi::AnyBuffer& ticket, const ffi::AnyBuffer& out,
+                       const HostLane& lane, Dtype* dtype, int64_t* num_rows) {
+  Error e = CheckInt32("ticket", ticket, 1);
+  if (e.empty()) e = CheckOut(out, lane, dtype, num_rows);
+  return e;
+}
+
+inline Error CheckStore(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& hdr,
+                        const ffi::AnyBuffer& done, const HostLane& lane,
+                        Dtype* dtype, int64_t* num_rows) {
+  Error e = CheckFloats("rows", rows, "[T, (N+2K)*H]", lane.row_elements(),
+                        dtype, num_rows);
+  if (e.empty()) e = CheckInt32("hdr", hdr, 3);
+  if (e.empty()) e = CheckInt32("done", done, 1);
+  return e;
+}
+
+inline Error CheckFetch(const ffi::AnyBuffer& hdr, const ffi::AnyBuffer& k,
+                        const ffi::AnyBuffer& v, const HostLane& lane,
+                        Dtype* dtype) {
+  Error e = CheckInt32("hdr", hdr, 3);
+  if (e.empty()) e = CheckScratches(k, v, lane.shape(), dtype);
+  return e;
+}
+
+// A swap out, or the join of a swap in; order is what keeps its place.
+inline Error CheckSwap(const ffi::AnyBuffer& blocks, const ffi::AnyBuffer& hdr,
+                       const char* name, const ffi::AnyBuffer& order,
+                       const HostKVCache& cache, BlockMove* move) {
+  Error e = CheckMoved(blocks, cache, move);
+  if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move->num_blocks);
+  if (e.empty()) e = CheckInt32(name, order, 1);
+  return e;
+}
+
 inline Error CheckTie(const ffi::AnyBuffer& tie,
                       ffi::Result<ffi::AnyBuffer>& out) {
   if (tie.size_bytes() == out->size_bytes()) return {};

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "ffi/cpu_paged_attn/ffi_checks.h"
+#include "ffi/cpu_paged_attn/ffi_targets.h"
 #include "ffi/cpu_paged_attn/lane.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -38,16 +39,13 @@ ffi::Error StartImpl(ffi::AnyBuffer message, ffi::AnyBuffer tie,
                      std::string_view dtype_name,
                      ffi::Result<ffi::AnyBuffer> ticket,
                      ffi::Result<ffi::AnyBuffer> tie_out) {
-  return Guarded("neojax.start.v2", [&]() -> Error {
+  return Guarded(kStartTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     Error e = FindLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckMessage(message, *lane, dtype_name, num_rows, &dtype);
-    if (!e.empty()) return e;
-    e = CheckInt32("ticket", *ticket, 1);
-    if (!e.empty()) return e;
-    e = PassTie(tie, tie_out, *lane);
+    e = CheckStart(message, *ticket, *lane, dtype_name, num_rows, &dtype);
+    if (e.empty()) e = PassTie(tie, tie_out, *lane);
     if (!e.empty()) return e;
     return lane->Start(channel, RowsOf(message), dtype, num_rows,
                        LoadHdr(message),
@@ -58,17 +56,14 @@ ffi::Error StartImpl(ffi::AnyBuffer message, ffi::AnyBuffer tie,
 ffi::Error JoinImpl(ffi::AnyBuffer ticket, ffi::AnyBuffer tie, int64_t lane_id,
                     int64_t channel, ffi::Result<ffi::AnyBuffer> out,
                     ffi::Result<ffi::AnyBuffer> tie_out) {
-  return Guarded("neojax.join.v1", [&]() -> Error {
+  return Guarded(kJoinTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     int64_t num_rows;
     Error e = FindLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckInt32("ticket", ticket, 1);
-    if (!e.empty()) return e;
-    e = CheckOut(*out, *lane, &dtype, &num_rows);
-    if (!e.empty()) return e;
-    e = PassTie(tie, tie_out, *lane);
+    e = CheckJoin(ticket, *out, *lane, &dtype, &num_rows);
+    if (e.empty()) e = PassTie(tie, tie_out, *lane);
     if (!e.empty()) return e;
     return lane->Join(channel,
                       *static_cast<const int32_t*>(ticket.untyped_data()),
@@ -81,7 +76,7 @@ ffi::Error ExchangeImpl(ffi::AnyBuffer message, ffi::AnyBuffer ticket,
                         std::string_view dtype_name,
                         ffi::Result<ffi::AnyBuffer> out,
                         ffi::Result<ffi::AnyBuffer> ticket_out) {
-  return Guarded("neojax.exchange.v1", [&]() -> Error {
+  return Guarded(kExchangeTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype started, joined;
     int64_t num_rows;
@@ -104,20 +99,14 @@ ffi::Error StoreImpl(ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
                      ffi::AnyBuffer tie, int64_t lane_id,
                      ffi::Result<ffi::AnyBuffer> done,
                      ffi::Result<ffi::AnyBuffer> tie_out) {
-  return Guarded("neojax.store.v1", [&]() -> Error {
+  return Guarded(kStoreTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     int64_t num_rows;
     Error e = FindLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckFloats("rows", rows, "[T, (N+2K)*H]", lane->row_elements(), &dtype,
-                    &num_rows);
-    if (!e.empty()) return e;
-    e = CheckInt32("hdr", hdr, 3);
-    if (!e.empty()) return e;
-    e = CheckInt32("done", *done, 1);
-    if (!e.empty()) return e;
-    e = PassTie(tie, tie_out, *lane);
+    e = CheckStore(rows, hdr, *done, *lane, &dtype, &num_rows);
+    if (e.empty()) e = PassTie(tie, tie_out, *lane);
     if (!e.empty()) return e;
     *static_cast<int32_t*>(done->untyped_data()) = LoadHdr(hdr).n;
     return lane->StoreRows(rows.untyped_data(), dtype, num_rows, LoadHdr(hdr));
@@ -127,18 +116,14 @@ ffi::Error StoreImpl(ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
 ffi::Error FetchImpl(ffi::AnyBuffer hdr, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      int64_t lane_id, ffi::Result<ffi::AnyBuffer> k_out,
                      ffi::Result<ffi::AnyBuffer> v_out) {
-  return Guarded("neojax.fetch.v1", [&]() -> Error {
+  return Guarded(kFetchTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
+    Dtype dtype;
     Error e = FindLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckInt32("hdr", hdr, 3);
-    if (!e.empty()) return e;
-    Dtype dtype;
-    e = CheckScratches(k, v, lane->shape(), &dtype);
-    if (!e.empty()) return e;
-    e = PassTie(k, k_out, *lane);
-    if (!e.empty()) return e;
-    e = PassTie(v, v_out, *lane);
+    e = CheckFetch(hdr, k, v, *lane, &dtype);
+    if (e.empty()) e = PassTie(k, k_out, *lane);
+    if (e.empty()) e = PassTie(v, v_out, *lane);
     if (!e.empty()) return e;
     return lane->FetchTokens(LoadHdr(hdr), k_out->untyped_data(),
                              v_out->untyped_data(), dtype, k.dimensions()[0]);
@@ -147,14 +132,12 @@ ffi::Error FetchImpl(ffi::AnyBuffer hdr, ffi::AnyBuffer k, ffi::AnyBuffer v,
 
 ffi::Error SwapOutImpl(ffi::AnyBuffer blocks, ffi::AnyBuffer hdr,
                        int64_t lane_id, ffi::Result<ffi::AnyBuffer> done) {
-  return Guarded("neojax.swap_out.v1", [&]() -> Error {
+  return Guarded(kSwapOutTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     BlockMove move;
     Error e = FindLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckMoved(blocks, lane->cache(), &move);
-    if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move.num_blocks);
-    if (e.empty()) e = CheckInt32("done", *done, 1);
+    e = CheckSwap(blocks, hdr, "done", *done, lane->cache(), &move);
     if (!e.empty()) return e;
     const auto* ids = static_cast<const int32_t*>(hdr.untyped_data());
     *static_cast<int32_t*>(done->untyped_data()) = ids[1];
@@ -165,7 +148,7 @@ ffi::Error SwapOutImpl(ffi::AnyBuffer blocks, ffi::AnyBuffer hdr,
 // Memory of the host needs no fetching ahead: the join does it all.
 ffi::Error StartSwapInImpl(ffi::AnyBuffer hdr, int64_t lane_id, int64_t layers,
                            ffi::Result<ffi::AnyBuffer> ticket) {
-  return Guarded("neojax.start_swap_in.v1", [&]() -> Error {
+  return Guarded(kStartSwapInTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     BlockMove move;
     Error e = FindLane(lane_id, &lane);
@@ -180,101 +163,41 @@ ffi::Error StartSwapInImpl(ffi::AnyBuffer hdr, int64_t lane_id, int64_t layers,
 
 ffi::Error JoinSwapInImpl(ffi::AnyBuffer ticket, ffi::AnyBuffer hdr,
                           int64_t lane_id, ffi::Result<ffi::AnyBuffer> blocks) {
-  return Guarded("neojax.join_swap_in.v1", [&]() -> Error {
+  return Guarded(kJoinSwapInTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     BlockMove move;
     Error e = FindLane(lane_id, &lane);
     if (!e.empty()) return e;
-    e = CheckMoved(*blocks, lane->cache(), &move);
-    if (e.empty()) e = CheckInt32("hdr", hdr, kBlockIds + move.num_blocks);
-    if (e.empty()) e = CheckInt32("ticket", ticket, 1);
+    e = CheckSwap(*blocks, hdr, "ticket", ticket, lane->cache(), &move);
     if (!e.empty()) return e;
     return lane->SwapIn(move, static_cast<const int32_t*>(hdr.untyped_data()),
                         blocks->untyped_data());
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(kStart, StartImpl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // message
-                           .Arg<ffi::AnyBuffer>()  // tie
-                           .Attr<int64_t>("lane")
-                           .Attr<int64_t>("channel")
-                           .Attr<int64_t>("rows")
-                           .Attr<std::string_view>("dtype")
-                           .Ret<ffi::AnyBuffer>()    // ticket
-                           .Ret<ffi::AnyBuffer>());  // tie
-
-XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // ticket
-                           .Arg<ffi::AnyBuffer>()  // tie
-                           .Attr<int64_t>("lane")
-                           .Attr<int64_t>("channel")
-                           .Ret<ffi::AnyBuffer>()    // out
-                           .Ret<ffi::AnyBuffer>());  // tie
-
-XLA_FFI_DEFINE_HANDLER(kExchange, ExchangeImpl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // message
-                           .Arg<ffi::AnyBuffer>()  // ticket
-                           .Attr<int64_t>("lane")
-                           .Attr<int64_t>("channel")
-                           .Attr<std::string_view>("dtype")
-                           .Ret<ffi::AnyBuffer>()    // out
-                           .Ret<ffi::AnyBuffer>());  // ticket
-
-XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // rows
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Arg<ffi::AnyBuffer>()  // tie
-                           .Attr<int64_t>("lane")
-                           .Ret<ffi::AnyBuffer>()    // done
-                           .Ret<ffi::AnyBuffer>());  // tie
-
-XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Arg<ffi::AnyBuffer>()  // k_scratch
-                           .Arg<ffi::AnyBuffer>()  // v_scratch
-                           .Attr<int64_t>("lane")
-                           .Ret<ffi::AnyBuffer>()    // k_scratch
-                           .Ret<ffi::AnyBuffer>());  // v_scratch
-
-XLA_FFI_DEFINE_HANDLER(kSwapOut, SwapOutImpl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // blocks
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Attr<int64_t>("lane")
-                           .Ret<ffi::AnyBuffer>());  // done
-
+XLA_FFI_DEFINE_HANDLER(kStart, StartImpl, BindStart(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl, BindJoin(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kExchange, ExchangeImpl, BindExchange(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl, BindStore(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl, BindFetch(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kSwapOut, SwapOutImpl, BindSwapOut(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(kStartSwapIn, StartSwapInImpl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Attr<int64_t>("lane")
-                           .Attr<int64_t>("layers")
-                           .Ret<ffi::AnyBuffer>());  // ticket
-
+                       BindStartSwapIn(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(kJoinSwapIn, JoinSwapInImpl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()  // ticket
-                           .Arg<ffi::AnyBuffer>()  // hdr
-                           .Attr<int64_t>("lane")
-                           .Ret<ffi::AnyBuffer>());  // blocks
+                       BindJoinSwapIn(ffi::Ffi::Bind()));
 
 }  // namespace
 
 std::vector<std::pair<const char*, void*>> CpuHandlers() {
   return {
-      {"neojax.start.v2", reinterpret_cast<void*>(kStart)},
-      {"neojax.join.v1", reinterpret_cast<void*>(kJoin)},
-      {"neojax.exchange.v1", reinterpret_cast<void*>(kExchange)},
-      {"neojax.store.v1", reinterpret_cast<void*>(kStore)},
-      {"neojax.fetch.v1", reinterpret_cast<void*>(kFetch)},
-      {"neojax.swap_out.v1", reinterpret_cast<void*>(kSwapOut)},
-      {"neojax.start_swap_in.v1", reinterpret_cast<void*>(kStartSwapIn)},
-      {"neojax.join_swap_in.v1", reinterpret_cast<void*>(kJoinSwapIn)},
+      {kStartTarget, reinterpret_cast<void*>(kStart)},
+      {kJoinTarget, reinterpret_cast<void*>(kJoin)},
+      {kExchangeTarget, reinterpret_cast<void*>(kExchange)},
+      {kStoreTarget, reinterpret_cast<void*>(kStore)},
+      {kFetchTarget, reinterpret_cast<void*>(kFetch)},
+      {kSwapOutTarget, reinterpret_cast<void*>(kSwapOut)},
+      {kStartSwapInTarget, reinterpret_cast<void*>(kStartSwapIn)},
+      {kJoinSwapInTarget, reinterpret_cast<void*>(kJoinSwapIn)},
   };
 }
 
