@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import subprocess
 import tomllib
@@ -113,6 +114,22 @@ def test_what_needs_no_device_imports_no_jax(part: str):
         if part_of(path) == part:
             tops = {name.split(".")[0] for name in imported_names(path)}
             assert not tops & {"jax", "jaxlib", "flax"}, path
+
+
+def test_docs_structure_names_every_source_file_and_no_other():
+    page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| (`.*?) \|", page, re.M)
+    named = {name.split("/")[-1] for cell in first_cells for name in re.findall(r"`(.+?)`", cell)}
+    files = {
+        path.stem
+        for path in tracked_files()
+        if path.parts[0] in ("neojax", "models", "ffi") and path.suffix in (".py", ".cc", ".h")
+        if not {"third_party", "tests"} & set(path.parts)
+    } - {"__init__"}
+    stands_for = {name: fnmatch.filter(files, name) for name in named}
+    assert files - {stem for stems in stands_for.values() for stem in stems} == set()
+    scripts = {"run_all", "run_aarch64", "run_bazel", ""}
+    assert {name for name, stems in stands_for.items() if not stems} - scripts == set()
 
 
 @pytest.mark.parametrize("tool", ["ruff", "clang-format"])
