@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from neojax.bench import __main__ as bench
+from neojax.bench import null_server
 
 
 def test_streams_and_whole_answers_are_measured_and_none_fails(
@@ -27,3 +28,13 @@ def test_streams_and_whole_answers_are_measured_and_none_fails(
         assert row["tokens_per_s"] == pytest.approx(5 * row["requests_per_s"])
         assert 0 < row["ttft_ms"] < 10_000
     assert "requests/s" in capsys.readouterr().out
+
+
+def test_the_server_without_a_model_says_how_it_is_called(capsys: pytest.CaptureFixture[str]):
+    for arguments, said in (([], "required: STEP_S"), (["soon"], "invalid float value: 'soon'")):
+        with pytest.raises(SystemExit):
+            null_server.main(arguments)
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        null_server.main(["--help"])
+    assert "seconds of a step" in capsys.readouterr().out
