@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from neojax.ops import attention, attention_pallas
 from neojax.ops.attention import Decodes, NewRows, Tiles
+from neojax.ops.paged_prefill import prefill
 
 MIN_TOKENS = 2048
 """Smaller steps gain less than the launches of more kernels cost (H200: even at 1500)."""
@@ -41,7 +42,7 @@ def attend(
         chunks = chunks_of(tiles, len(q), window)
         done = first_chunks(q, new, chunks)
         left = tiles._replace(length=jnp.where(chunks.is_first[tiles.row], 0, tiles.length))
-        out = attention_pallas.prefill(q, k_pool, v_pool, left, done, chunks.stop, window=window)
+        out = prefill(q, k_pool, v_pool, left, done, chunks.stop, window=window)
     if decodes is None:
         return out
     return attention_pallas.add_decodes(q, out, k_pool, v_pool, tiles, decodes, window=window)

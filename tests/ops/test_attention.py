@@ -17,6 +17,7 @@ from neojax.ops import (
     attention_cudnn,
     attention_pallas,
     attention_xla,
+    paged_decode,
 )
 from neojax.ops.attention import Geometry
 from tests.ops.gap import step_with_a_gap
@@ -106,7 +107,7 @@ def test_spans_of_one_sequence_are_merged(window):
         num_blocks=60,
     )
     for spans in (1, 2, 5):
-        out = attention_pallas.decode(
+        out = paged_decode.decode(
             case.q,
             case.k_pool,
             case.v_pool,
