@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.gpu import figures, forward_checks, sections
 from tests.gpu.suite import run_tests
-from tests.scripts.as_module import SCRIPTS, as_module
+from tests.scripts.as_module import as_module
 
 
 @pytest.fixture(scope="module")
@@ -21,43 +22,46 @@ def script():
     return as_module("gpu_check")
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command's own process."""
-    return subprocess.run(
-        [sys.executable, str(SCRIPTS / "gpu_check"), *map(str, arguments)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+@pytest.fixture
+def check(script, tmp_path, monkeypatch, capfd):
+    """check(sections): what each of them appends to a log, and all that is printed.
 
-
-def check(log: Path, names: list[str]) -> tuple[dict[str, figures.Line], str]:
-    """What each section appends to the log, and all that is printed."""
-    result = run("--tiny", "--budget", 20, "--log", log, "--section", *names)
-    assert result.returncode == 0, result.stderr[-4000:]
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    assert {line["section"] for line in lines} == set(names)
-    return {line["section"]: line for line in lines}, result.stdout
-
-
-def test_sections_that_reach_into_the_runner(tmp_path):
+    With the library that is there, which may be older than a checkout but is what is tested here.
+    """
     log = tmp_path / "log"
-    found, printed = check(log, ["lane", "swap", "host_time", "rolling"])
+    monkeypatch.setattr(script, "build_library", lambda: None)
+
+    def run(names: list[str]) -> tuple[dict[str, figures.Line], str]:
+        arguments = ["--tiny", "--budget", "20", "--log", str(log), "--section", *names]
+        code = script.main(arguments)
+        printed = capfd.readouterr()
+        assert code == 0, printed.err[-4000:]
+        lines = script.read(log)
+        assert {line["section"] for line in lines} == set(names)
+        return {line["section"]: line for line in lines}, printed.out
+
+    return run
+
+
+def test_sections_that_reach_into_the_runner(script, check, tmp_path, capfd):
+    found, printed = check(["lane", "swap", "host_time", "rolling"])
     assert len(found["rolling"]["points"]) == 2
     assert found["rolling"]["hops"].keys() == {"4"}
     assert len(found["lane"]["points"]) == 1
     for line in found.values():
         assert line.keys() >= {"time", "commit", "device", "jax", "load", "seconds"}
     assert "| rolling | points of the grid | 2 |" in printed
-    report = run("--report", "--log", log)
-    assert report.returncode == 0
-    assert f"| {found['swap']['commit']} | tiny | {found['swap']['device']} |" in report.stdout
+    assert script.main(["--report", "--log", str(tmp_path / "log")]) == 0
+    report = capfd.readouterr().out
+    assert f"| {found['swap']['commit']} | tiny | {found['swap']['device']} |" in report
     printed_rows = [line for line in printed.splitlines() if line.startswith("|")]
-    assert len(report.stdout.splitlines()) == len(printed_rows)
+    assert len(report.splitlines()) == len(printed_rows)
 
 
 @pytest.mark.slow
-def test_all_other_sections(tmp_path):
+def test_all_other_sections(check):
     names = ["tests", "start", "right", "forced", "soak", "decode", "prefill", "throughput"]
-    found, _ = check(tmp_path / "log", [*names, "compiles"])
+    found, _ = check([*names, "compiles"])
     assert found["right"]["off"] == 0
     assert found["soak"]["failure"] is None
     assert found["compiles"]["compiles"] == 0
@@ -68,6 +72,13 @@ def test_every_section_has_a_process_a_function_and_figures(script):
         set(row) for row in sections.SECTIONS.values()
     ]
     assert set(script.ALL) == figures.FIGURES.keys()
+
+
+def test_sections_that_start_processes_leave_the_device_to_them():
+    code = "import tests.gpu.sections; from jax._src import xla_bridge; "
+    code += "print(xla_bridge.backends_are_initialized())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
 
 
 def test_a_section_that_fails_leaves_the_others_to_another_process(script, tmp_path, monkeypatch):
@@ -185,7 +196,31 @@ def test_a_library_older_than_its_sources_is_built_anew(script, tmp_path, monkey
         native.build(tmp_path)
 
 
-def test_a_report_of_nothing_says_so(tmp_path):
-    result = run("--report", "--log", tmp_path / "nothing")
-    assert result.returncode == 1
-    assert "there is no" in result.stderr
+def test_what_is_built_takes_the_place_of_an_old_library(script, tmp_path, monkeypatch, capsys):
+    there, built = tmp_path / script.native_library.NAME, tmp_path / "built.so"
+    there.write_text("old")
+    built.write_text("new")
+    found = SimpleNamespace(origin=str(there))
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda _: found)
+    monkeypatch.setattr(script.native_library, "is_older_than_its_sources", lambda _: False)
+    monkeypatch.setattr(script.native_library, "build", lambda _: built)
+    script.build_library()
+    assert there.read_text() == "old"
+    monkeypatch.setattr(script.native_library, "is_older_than_its_sources", lambda _: True)
+    script.build_library()
+    assert there.read_text() == "new"
+
+    def no_tools(_: Path) -> Path:
+        raise RuntimeError("cmake not found")
+
+    monkeypatch.setattr(script.native_library, "build", no_tools)
+    script.build_library()
+    assert "older than its sources, and used as it is: cmake not found" in capsys.readouterr().out
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="cmake not found"):
+        script.build_library()
+
+
+def test_a_report_of_nothing_says_so(script, tmp_path):
+    with pytest.raises(SystemExit, match="there is no"):
+        script.main(["--report", "--log", str(tmp_path / "nothing")])
