@@ -95,12 +95,11 @@ class _Choosing:
     def best(self) -> Choice:
         """The candidate that is worth most per second; DEVICE_ONLY where none is better.
 
-        Where the outlook is one of ROLLING steps, the best of these: a step's choice is of one
-        step, and groups that stay parked for some of them hold back their requests for all.
+        Where the outlook is one of ROLLING steps, or rows of such are under way yet, the best of
+        these: a parked group holds back its requests, their blocks and those that wait for them.
         """
         offer = self.offer
-        rolling = list(self._rolling())
-        if rolling and self.is_steady:
+        if rolling := list(self._rolling()):
             return max(rolling, key=lambda c: c[0])[1]
         must_store = bool(offer.chunks) and offer.chunks[0].placement is Placement.HOST
         best, best_worth = Choice(), 0.0
@@ -124,7 +123,7 @@ class _Choosing:
             if worth < last:
                 break  # fewer rows serve less still
             last = worth
-        return max([(best_worth, best), *rolling], key=lambda c: c[0])[1]
+        return best
 
     def _rolling(self) -> Iterator[tuple[float, Choice]]:
         """ROLLING steps, with a further group where the outlook has them, and without."""
@@ -171,13 +170,18 @@ class _Choosing:
 
         Where the outlook is one of such steps, as much as it has in each: a large piece leaves the
         host idle for most of the step, and afterwards there is none to hide the host's work under.
+        But a prompt on its way to the host is not cut: its later pieces would fetch their prefix.
         """
+        offer = self.offer
         if not self.is_steady:
-            return self._sizes(self.offer.num_tokens)
+            return self._sizes(offer.num_tokens)
         linear = self.predictor.tables.linear[Mode.ROLLING]
         others = self.num_decodes + self.rolling_rows
         rows = linear.most_for(others + max(MIN_CHUNK_TOKENS, self.chunk_tokens))
-        return [self.offer.trimmed(min(self.offer.num_tokens, int(rows) - others))]
+        size = int(rows) - others
+        if offer.chunks and offer.chunks[0].placement is Placement.HOST:
+            size = max(size, offer.chunks[0].num_tokens)
+        return [offer.trimmed(min(offer.num_tokens, size))]
 
     def _hidden_rows(self, most: int) -> int:
         """Host rows whose attention just hides under all of the device's work."""

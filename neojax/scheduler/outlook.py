@@ -27,8 +27,12 @@ time that steps with host rows turn out not to be, twice as much more is asked f
 MOST_GAIN = 2.0
 """What is asked for at most."""
 
-CALM = 1 / 256
+CALM = 1 / 1024
 """Share by which that returns to MIN_GAIN from look to look."""
+
+LOOKS_TO_LEAVE = 16
+"""Looks in a row that must find the device alone no worse before the host is left: filling it takes
+seconds that only pay if it stays filled, and what steps are predicted to take varies meanwhile."""
 
 WEIGHT = 1 / 32
 """Share of the newest finished request in the mean output."""
@@ -82,6 +86,7 @@ class Outlook:
         self._limits = limits
         self._mean_output: float | None = None  # of finished requests
         self._least_gain = MIN_GAIN
+        self._looks_without = 0  # in a row, in which the host did not pay
         self.num_device_rows = 1
         """Decodes that the device pool holds."""
         self.prompt_tokens = 0.0
@@ -139,8 +144,12 @@ class Outlook:
             if self._steps_per_rolling_token * rows <= room:
                 best = max(best, *(self._rolling_regime(mix, rows, share) for share in SHARES))
         if self.num_host_rows and num_host > 0 and not best.num_host_rows:
+            self._looks_without += 1
+            if self._looks_without < LOOKS_TO_LEAVE:
+                return
             # The gain was not there: another trial costs as much, so it must promise more.
             self._least_gain = min(2 * self._least_gain - 1, MOST_GAIN)
+        self._looks_without = 0
         self.num_host_rows = best.num_host_rows
         served = self.num_device_rows + min(best.num_host_rows, num_host)
         self.rows_per_step = served * tokens_per_row
@@ -241,18 +250,16 @@ class Outlook:
             predictor.rolling_seconds(load, limits.rolling_rows, *host)
             for load in (decodes, decodes._replace(chunks=chunks, store_tokens=on_host))
         ]
+        # Prompts on their way to the host are not cut: their later pieces would fetch the prefix.
+        whole = max(prefill, min(int(mix.prompt_tokens), limits.max_num_batched_tokens - rows))
+        load = decodes._replace(chunks=mix.chunks(whole), store_tokens=whole)
+        whole_s = predictor.rolling_seconds(load, limits.rolling_rows, *host)
+        seconds[1] += on_host / whole * (whole_s - seconds[1])
         mean = seconds[0] + share * (seconds[1] - seconds[0])
-        mean += share * on_host / mix.prompt_tokens * self._fetches_s(mix, prefill)
         if self._steps_per_rolling_token * mean > limits.tpot_slo_s:
             return Regime(0.0, 0)
         num_host = int(self._steps_per_rolling_token * group_rows)
         return Regime(useful / mean, num_host, group_rows, prefill)
-
-    def _fetches_s(self, mix: Mix, piece: int) -> float:
-        """Seconds in which a prompt on the host waits for its prefix, computed in such pieces."""
-        tables, prompt = self._predictor.tables, int(mix.prompt_tokens)
-        starts = range(piece, prompt, piece) if piece else ()
-        return tables.num_layers * sum(map(tables.fetch, starts))
 
 
 def _steps(most: int) -> list[int]:

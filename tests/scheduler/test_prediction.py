@@ -109,6 +109,25 @@ def test_corrections_converge_to_the_true_ratio(truth: float):
     assert corrections.step[Mode.DEVICE_ONLY] == 1.0
 
 
+def test_what_waking_workers_takes_does_not_count_as_the_price_of_many_rows():
+    """Half a second of steps with hardly any host work, which took three times what was said."""
+    corrections = Corrections()
+    for _ in range(50):
+        corrections.observe(Mode.ROLLING, predicted(10e-3, 0.2e-3), 10e-3, 0.6e-3)
+    assert corrections.host_attention < 1.1
+
+
+def test_steps_whose_ends_are_seen_late_are_made_up_for_by_the_next():
+    corrections = Corrections()
+    factors = []
+    for step in range(400):
+        seen = 30e-3 if step % 2 else 4e-3
+        corrections.observe(Mode.PIPELINED, predicted(17e-3 * corrections.step[Mode.PIPELINED]),
+                            seen, 0.0)  # fmt: skip
+        factors.append(corrections.step[Mode.PIPELINED])
+    assert 0.95 < min(factors) <= max(factors) < 1.05
+
+
 @given(observed=st.lists(st.floats(0, 1e6), max_size=60))
 def test_corrections_are_bounded_whatever_is_measured(observed: list[float]):
     corrections = Corrections()

@@ -287,7 +287,7 @@ def test_what_rolling_steps_take_is_learnt_whichever_part_is_longer(ratio: float
         return predictor.predict_rolling(device, 16, [(4, context)] * 32)
 
     truth = ratio * predict().step_s
-    for _ in range(200):
+    for _ in range(4000):
         predictor.corrections.observe(Mode.ROLLING, predict(), truth, 0.0)
     assert predict().step_s == pytest.approx(truth, rel=0.01)
     assert predictor.corrections.step[Mode.ROLLING] == pytest.approx(ratio, rel=0.01)
