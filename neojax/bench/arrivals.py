@@ -18,7 +18,7 @@ from typing import Any
 
 from neojax.bench.workload import Lengths, Workload
 
-FORMS = "all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV, or trace:FILE"
+FORMS = "all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV, steady:CLIENTS, or trace:FILE"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ def make_traffic(workload: Workload, arrivals: str, count: int, seed: int) -> Tr
                 return Traffic(name, lengths, (0.0,) * count, None)
             case "closed", [clients] if clients >= 1 and clients == int(clients):
                 return Traffic(name, lengths, None, int(clients))
+            case "steady", [clients] if clients >= 1 and clients == int(clients):
+                return Traffic(name, _begun(lengths, int(clients), seed), None, int(clients))
             case "poisson", [rate] if rate > 0:
                 # A gamma process whose gaps have a coefficient of variation of 1.
                 return Traffic(name, lengths, _gamma(rate, 1.0, count, seed), None)
@@ -63,6 +65,17 @@ def make_traffic(workload: Workload, arrivals: str, count: int, seed: int) -> Tr
     except ValueError:
         pass  # a part that is no number
     raise ValueError(f"arrivals {arrivals!r} must be {FORMS}, with numbers above 0")
+
+
+def _begun(lengths: tuple[Lengths, ...], clients: int, seed: int) -> tuple[Lengths, ...]:
+    """With the first request of each client cut to a random part of its output.
+
+    As if the clients had been at it for long: a closed loop begins with all requests in step, and
+    where they take a minute each, waves of prefill and of decoding go on for many.
+    """
+    rng = random.Random(f"begun {seed}")
+    first = (size._replace(output=rng.randint(1, size.output)) for size in lengths[:clients])
+    return (*first, *lengths[clients:])
 
 
 def _gamma(rate: float, cv: float, count: int, seed: int) -> tuple[float, ...]:

@@ -95,6 +95,9 @@ class Summary:
     e2e_s: Distribution
     device_tpot_s: Distribution | None = None  # of tokens that came from the device; None: of none
     host_tpot_s: Distribution | None = None  # and from the host: a request may have some of both
+    settled_tokens_per_s: float = float("nan")
+    """Output tokens in the last two thirds of the run, those of requests cut off included: what is
+    served where requests take longer than the run."""
 
 
 def summarise(
@@ -141,7 +144,15 @@ def summarise(
         e2e_s=Distribution.of([r.e2e_s for r in timed]),
         device_tpot_s=_tpot(timed, on_host=False),
         host_tpot_s=_tpot(timed, on_host=True),
+        settled_tokens_per_s=_settled_rate(records, start_s),
     )
+
+
+def _settled_rate(records: Sequence[RequestRecord], start_s: float) -> float:
+    times_s = [at_s for record in records for at_s in record.token_s]
+    end_s = max(times_s)
+    begin_s = start_s + (end_s - start_s) / 3
+    return _rate(sum(at_s > begin_s for at_s in times_s), end_s - begin_s)
 
 
 def _tpot(records: Sequence[RequestRecord], *, on_host: bool) -> Distribution | None:

@@ -21,8 +21,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 SUMMARY_HEADER = (
-    "req/s", "out tok/s", "window req/s", "TTFT ms p50/p99", "TPOT ms p50/p99", "e2e s p50/p99",
-    "s/token",
+    "req/s", "out tok/s", "settled tok/s", "window req/s", "TTFT ms p50/p99", "TPOT ms p50/p99",
+    "e2e s p50/p99", "s/token",
 )  # fmt: skip
 PLACEMENT_HEADER = ("on host", "device TPOT ms p50/p99", "host TPOT ms p50/p99")
 
@@ -32,6 +32,7 @@ def summary_cells(summary: Summary) -> list[str]:
     return [
         f"{summary.requests_per_s:.2f}",
         f"{summary.output_tokens_per_s:.1f}",
+        f"{summary.settled_tokens_per_s:.1f}",
         f"{summary.window_requests_per_s:.2f}",
         _p50_p99(summary.ttft_s, 1e3, 0),
         _p50_p99(summary.tpot_s, 1e3, 1),

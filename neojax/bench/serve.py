@@ -29,7 +29,8 @@ class ServeBenchConfig(LoadConfig):
     model: str | None = None
     """Model to ask for. Default: the first of /v1/models."""
     arrivals: str = "closed:4"
-    """How requests arrive: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV, trace:FILE."""
+    """How requests arrive: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV, steady:CLIENTS,
+    trace:FILE."""
     seed: int = 0
     """Seed of lengths, arrivals and prompts."""
     max_token_id: int = 999

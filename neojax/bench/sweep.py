@@ -38,7 +38,8 @@ class SweepConfig(EngineConfig):
     policies: str = "device-only,auto"
     """Offload policies of every cell, a list. The engine is built for all of them."""
     arrivals: str = "all"
-    """How requests arrive: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV."""
+    """How requests arrive: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV,
+    steady:CLIENTS, a closed loop in which requests are under way already."""
     num_requests: int = 100
     """Requests of a run, where the cell does not say."""
     warm_up: int = 0

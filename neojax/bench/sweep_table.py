@@ -23,7 +23,9 @@ def sweep_table(lines: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of a sweep's JSON lines.
 
     A ratio is the median over repeats of requests per second beside device-only's in the same
-    repeat; of runs with other settings or hardware, each has rows of its own.
+    repeat; of settled tokens per second where a run of either was cut off, since what finishes
+    before that says less of requests that take longer. Runs with other settings or hardware have
+    rows of their own.
     """
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(
         lambda: defaultdict(list)
@@ -78,10 +80,12 @@ def _conditions(line: dict[str, Any]) -> str:
 
 
 def _ratio(runs: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> str:
-    base = {run["repeat"]: run["summary"]["requests_per_s"] for run in baseline}
-    ratios = [
-        run["summary"]["requests_per_s"] / base[run["repeat"]]
-        for run in runs
-        if run["repeat"] in base
-    ]
+    base = {run["repeat"]: run["summary"] for run in baseline}
+    ratios = []
+    for run in runs:
+        ours, theirs = run["summary"], base.get(run["repeat"])
+        if theirs is not None:
+            is_cut = ours["num_errors"] or theirs["num_errors"]
+            rate = "settled_tokens_per_s" if is_cut else "requests_per_s"
+            ratios.append(ours[rate] / theirs[rate])
     return f"{statistics.median(ratios):.3f}" if ratios else "-"

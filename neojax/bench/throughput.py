@@ -36,7 +36,8 @@ class ThroughputConfig(EngineConfig, LoadConfig):
     """The engine's settings and the load's."""
 
     arrivals: str = "closed:1,closed:4,closed:16"
-    """How requests arrive, a list: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV, trace:FILE."""
+    """How requests arrive, a list: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV,
+    steady:CLIENTS, trace:FILE."""
     policies: str = "auto"
     """Offload policies to compare: a list such as device-only,full. The engine is built with the
     first; start with one that gives it host memory if another needs it."""

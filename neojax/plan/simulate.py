@@ -47,7 +47,8 @@ class ScenarioConfig(LoadConfig):
     host_kernel: Literal["neojax", "neo"] = "neojax"
     """Whose host attention kernel: this project's, or the paper's."""
     arrivals: str = "all"
-    """How requests arrive: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV, trace:FILE."""
+    """How requests arrive: all, closed:CLIENTS, poisson:RATE, gamma:RATE:CV, steady:CLIENTS,
+    trace:FILE."""
     max_num_seqs: int = 256
     """Most sequences in one step."""
     max_num_batched_tokens: int = 2048

@@ -39,6 +39,17 @@ def test_a_closed_loop_has_clients_and_no_times():
     assert (burst.clients, burst.at_s) == (None, (0, 0, 0, 0))
 
 
+def test_a_steady_loop_begins_with_requests_under_way():
+    closed, steady = (make_traffic(OSC, f"{form}:3", 9, seed=2) for form in ("closed", "steady"))
+    assert (steady.clients, steady.at_s) == (3, None)
+    assert steady.lengths[3:] == closed.lengths[3:]
+    for ours, whole in zip(steady.lengths[:3], closed.lengths, strict=False):
+        assert ours.input == whole.input
+        assert 1 <= ours.output <= whole.output
+    assert steady.lengths[:3] != closed.lengths[:3]
+    assert steady == make_traffic(OSC, "steady:3", 9, seed=2)
+
+
 def test_azures_csv_is_replayed(tmp_path: Path):
     file = tmp_path / "trace.csv"
     file.write_text(

@@ -36,6 +36,13 @@ def test_every_figure_of_two_requests():
     assert summary.e2e_s.p90 == pytest.approx(3.9)
 
 
+def test_tokens_of_requests_cut_off_count_where_the_run_has_settled():
+    done = record(0, 0.0, 1.0, 5.0, 9.0)
+    cut = RequestRecord(1, 10, 0.0, [2.0, 6.0, 8.0], error="cut off")
+    # 5, 6, 8 and 9 of the last 6 seconds.
+    assert summarise([done, cut], start_s=0.0).settled_tokens_per_s == pytest.approx(4 / 6)
+
+
 def test_each_side_has_its_own_time_per_token():
     """A request that moved counts on either side, each token where its row was."""
     device = record(0, 0.0, 1.0, 2.0, 3.0, token_on_host=[False] * 3)

@@ -144,6 +144,9 @@ def test_ratios_pair_the_runs_of_one_repeat():
     row = next(r for r in text.splitlines() if r.startswith("| all:8/4 auto"))
     assert " 1.250 | " in row
     assert " 1 (3) | " in row
+    # What finished before the run was cut off says less than all tokens of the settled part.
+    lines[-1]["summary"] |= {"num_errors": 7, "settled_tokens_per_s": 1.5}
+    assert " 1.500 | " in sweep_table.sweep_table(lines)
 
 
 @pytest.mark.parametrize("cells", ["8/4", "0:8/4", "x:8/4", "all:zzz", "all:8/4:0"])
