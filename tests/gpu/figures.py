@@ -203,7 +203,12 @@ def _rows_of(line: Line) -> Iterator[Row]:
         said = str(line[ERROR]).splitlines()[0]
         yield Row(section, ERROR, said[:100], "", "no", line)
         return
-    for figure in FIGURES[section](line):
+    try:
+        found = list(FIGURES[section](line))
+    except KeyError as missing:  # a line of another commit, which measured something else
+        yield Row(section, ERROR, f"its line has no {missing}", "", "", line)
+        return
+    for figure in found:
         has_target = figure.target and not (figure.is_of_speed and line.get("load") == "tiny")
         yield Row(
             section,

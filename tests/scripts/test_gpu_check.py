@@ -123,6 +123,8 @@ def test_the_table_has_the_newest_figures_of_each_load_and_what_went_wrong():
     assert figures.rows([line(load="tiny")])[1].target == ""
     assert len(figures.rows([line(), line(load="tiny")])) == 4
     assert [row.figure for row in figures.rows([line(), line(error="died")])][-1] == "error"
+    (row,) = figures.rows([{"section": "start", "cold_s": 1.0}])
+    assert row.measured == "its line has no 'warm_s'"
     found = {"section": "right", "tokens": 9, "off": 1, "left_out": [], "load": "tiny"}
     assert figures.is_wrong(found)
     assert not figures.is_wrong(found | {"off": 0, "left_out": ["gqa3"]})
