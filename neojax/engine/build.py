@@ -27,8 +27,7 @@ from neojax.models.config import ModelConfig
 from neojax.models.decoder import Decoder, DecoderConfig, load_model_class
 from neojax.runner.logit_state import LogitStateSizes
 from neojax.runner.runner import Runner, RunnerConfig
-from neojax.runner.shapes import MAX_CHUNKS
-from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.limits import MAX_CHUNKS, SchedulerLimits
 from neojax.scheduler.policy import OffloadPolicy, load_policy
 from neojax.scheduler.request import Placement
 from neojax.scheduler.scheduler import Scheduler
@@ -116,7 +115,6 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         scratch_tokens=runner.scratch_tokens,
         num_layers=model_config.num_layers,
         rolling_rows=rolling_rows,
-        can_mix=True,
         can_swap=runner.host is not None,
         rotate_steps=config.rotate_residency,
         swap_in_threshold=config.swap_in_threshold,

@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
         )
         # More than such a machine has: what is asked is how long its planning would take.
         limits = dataclasses.replace(
-            scenario.limits, num_device_blocks=scenario.limits.num_host_blocks, can_mix=True
+            scenario.limits, num_device_blocks=scenario.limits.num_host_blocks
         )
         rows = []
         for name, num_waiting in itertools.product(

@@ -13,10 +13,8 @@ from neojax.plan.engine import SimulatedEngine
 from neojax.plan.machine import EFFICIENCY, NEOJAX_KERNEL, Efficiency, HostKernel, Machine
 from neojax.plan.roofline import Roofline
 from neojax.scheduler.costs import CostTables, Table1
-from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.limits import MAX_CHUNKS, SchedulerLimits, scratch_tokens
 from neojax.scheduler.plan import Mode
-
-MAX_NUM_CHUNKS = 8  # as in runner.shapes, which needs jax
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +50,13 @@ class Limits:
             block_size=p,
             num_device_blocks=device_kv_tokens // p,
             num_host_blocks=host_kv_tokens // p,
-            max_num_chunks=MAX_NUM_CHUNKS,
-            scratch_tokens=-(-longest // p) * p + MAX_NUM_CHUNKS * p,
+            max_num_chunks=MAX_CHUNKS,
+            scratch_tokens=scratch_tokens(longest, p),
             num_layers=num_layers,
             rolling_rows=min(self.rolling_rows, self.max_num_seqs),
             tpot_slo_s=self.tpot_slo_s,
             rotate_steps=self.rotate_steps,
-            can_swap=True,
+            can_swap=host_kv_tokens >= p,
         )
 
 

@@ -27,12 +27,13 @@ from neojax.runner.profiler import Profiler
 from neojax.runner.program_set import B0, B1, DEEP, ProgramSet, make_programs
 from neojax.runner.programs import Arguments, Head, Signature, compile_all, signatures
 from neojax.runner.rolling import Register, RollingPrograms
-from neojax.runner.shapes import MAX_CHUNKS, Buckets, Shape
+from neojax.runner.shapes import Buckets, Shape
 from neojax.runner.stages import KV, Channel, Stages, head_full, split_model
 from neojax.runner.step_handle import StepHandle
 from neojax.runner.step_meta import MetaLayout
 from neojax.runner.swap import Swapper, chunk_blocks, spread
 from neojax.scheduler.costs import CostTables
+from neojax.scheduler.limits import scratch_tokens
 from neojax.scheduler.plan import Mode, Plan
 
 log = logging.getLogger(__name__)
@@ -155,8 +156,7 @@ class Runner:
     @property
     def scratch_tokens(self) -> int:
         """Tokens of the scratch pools: the longest prefix and its chunk."""
-        p = self.geometry.block_size
-        return -(-self.config.max_model_len // p) * p + MAX_CHUNKS * p
+        return scratch_tokens(self.config.max_model_len, self.geometry.block_size)
 
     def enqueue(self, plan: Plan, *, wants_logits: bool = False) -> StepHandle:
         """Launch a step. Returns at once; raises what dispatch raises.

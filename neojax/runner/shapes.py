@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 from neojax.scheduler.plan import Mode
 
-MAX_CHUNKS = 8
-"""Prefill chunks in one step: beyond it a step is long enough for them to wait for the next."""
-
 MIN_CHUNK_TOKENS = 16
 """Smallest bucket of a step with chunks on a GPU, where so few tokens cost what one costs."""
 

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 from neojax.kv.host_pool import HostPlan
 from neojax.ops import attention
 from neojax.ops.attention import TILE, Decodes, Tiles
-from neojax.runner.shapes import MAX_CHUNKS, Shape
+from neojax.runner.shapes import Shape
+from neojax.scheduler.limits import MAX_CHUNKS
 from neojax.scheduler.plan import Row, SubBatch
 from neojax.scheduler.request import Placement
 

@@ -74,6 +74,7 @@ class Admission:
             Placement.DEVICE: memory.pools[Placement.DEVICE].num_free - standing.num_device,
             Placement.HOST: memory.pools[Placement.HOST].num_free - standing.num_host,
         }
+        self._kept = now.limits.num_device_blocks if policy.keeps_room else 0
         most = now.num_rolling
         self._num_host = most - now.num_host if most else now.limits.max_num_seqs
 
@@ -133,8 +134,12 @@ class Admission:
             for p in possible
             if p not in self._blocked
             and need <= self._free[p]
-            and (p is Placement.DEVICE or self._num_host > 0)
+            and (p is Placement.DEVICE or self._has_room_on_host(possible, need))
         ]
+
+    def _has_room_on_host(self, possible: Sequence[Placement], need: int) -> bool:
+        kept = self._kept if Placement.DEVICE in possible else 0
+        return self._num_host > 0 and need + kept <= self._free[Placement.HOST]
 
     def _host_chunk(self, request: Request, n: int, *, is_first: bool) -> int:
         """Tokens of a HOST-placed chunk that this step can take; 0 for none. See Offer.trimmed."""

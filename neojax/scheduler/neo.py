@@ -25,6 +25,7 @@ class Neo(OffloadPolicy):
     name = "neo"
     placements = (Placement.DEVICE, Placement.HOST)
     needs_costs = True
+    keeps_room = True
 
     def choose(self, offer: Offer, now: Situation) -> Choice:
         assert now.predictor is not None
@@ -97,7 +98,9 @@ class _Batches:
                 return
 
     def add_host_rows(self) -> None:
-        """In order of arrival, to the sub-batch with more slack, where their attention hides."""
+        """To the sub-batch with more slack, where their attention hides: first those that have
+        waited long, then in order of arrival, as the paper has them all.
+        """
         left = self.offer.num_tokens - sum(chunk.num_tokens for chunk in self.chunks)
         predictor, device = self.predictor, self._load(0)
         attention_s = predictor.attention_s(device)
@@ -105,7 +108,11 @@ class _Batches:
         linear_s = [predictor.linear_s(Mode.PIPELINED, n, 0) for n in (device.num_rows, 0)]
         host_s = [0.0, 0.0]
         target, too_long = 1, None
-        for request in sorted(self.offer.host_decodes, key=lambda r: r.order):
+        due, others = (
+            self.offer.host_decodes[: self.offer.num_due],
+            self.offer.host_decodes[self.offer.num_due :],
+        )
+        for request in (*due, *sorted(others, key=lambda r: r.order)):
             if left <= 0:
                 break
             if too_long is not None and request.num_tokens >= too_long:

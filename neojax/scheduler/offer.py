@@ -37,6 +37,8 @@ class Offer:
     chunks: tuple[Chunk, ...]  # as many as fit if no host row runs
     num_tokens: int  # for chunks and host rows together
     block_size: int
+    num_due: int = 0
+    """The first of host_decodes that should run soon: after another such time they must."""
     group: tuple[Request, ...] = ()
     """Host rows that would enter a ROLLING step together; none where there are no such steps."""
     staying: tuple[tuple[int, int], ...] = ()

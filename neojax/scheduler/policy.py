@@ -25,6 +25,9 @@ class OffloadPolicy:
     """Whether it cannot work without programs of ROLLING steps."""
     needs_costs: ClassVar[bool] = False
     """Whether it cannot work without cost tables."""
+    keeps_room: ClassVar[bool] = False
+    """Whether requests that could be on the device start on the host only where it keeps room for
+    a device pool: one that is full then moves out, and is not computed again."""
 
     def place(
         self, request: Request, possible: Sequence[Placement], room: Sequence[Placement],

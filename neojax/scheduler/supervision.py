@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from neojax.scheduler.admission import possible_placements
 from neojax.scheduler.limits import SchedulerLimits
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 MAX_WAIT_STEPS = 128
 """Steps that a host row or a prompt on its way to the host is passed over at most."""
 
+DUE_STEPS = MAX_WAIT_STEPS // 2
+"""Steps after which a policy is told of a host row, to serve it where that costs least."""
+
 
 class Supervision:
     """Asks the policy, and overrules it where its answer cannot run or leaves somebody waiting."""
@@ -32,6 +36,9 @@ class Supervision:
         """The policy's choice, or all that can run."""
         for chunk in offer.chunks:
             chunk.request.served_step = chunk.request.served_step or step
+        num_due = _num_waiting(offer, step - DUE_STEPS)
+        if num_due:
+            offer = dataclasses.replace(offer, num_due=num_due)
         choice = policy.choose(offer, now)
         if (fault := self._fault(choice, offer)) is not None:
             log.warning("policy %s %s; the usual choice is taken", policy.name, fault)
@@ -40,14 +47,36 @@ class Supervision:
         if not policy.serves_host(now):
             # Those that the device can hold wait for it, and nobody starts there before them.
             left_out = (r for r in left_out if not self._goes_back(r, policy))
-        overdue = max((step - r.served_step for r in left_out), default=0)
-        if overdue > MAX_WAIT_STEPS:
-            reason = f"a request on the host had waited for {overdue} steps"
-            return dataclasses.replace(self._usual.everything(offer), reason=reason)
+        overdue = {r for r in left_out if step - r.served_step > MAX_WAIT_STEPS}
+        if overdue:
+            return self._with(overdue, choice, offer)
         if choice.entering is None and offer.steps_parked > MAX_WAIT_STEPS:
             reason = f"rows between two layers had waited for {offer.steps_parked} steps"
             return Choice(offer.trimmed(offer.num_tokens), entering=(), reason=reason)
         return choice
+
+    def _with(self, overdue: Collection[Request], choice: Choice, offer: Offer) -> Choice:
+        """The choice and these, for which its prefill makes room.
+
+        Not all that waits: what does not hide under the device's work holds it up, and in a step
+        with everybody that is most. A ROLLING step takes nobody along, so all runs in its stead.
+        """
+        reason = f"a request on the host had waited for more than {MAX_WAIT_STEPS} steps"
+        if choice.entering is not None:
+            return dataclasses.replace(self._usual.everything(offer), reason=reason)
+        rows = [r for r in offer.host_decodes if r in overdue]
+        host0, host1 = choice.host0, choice.host1
+        room = offer.num_tokens - len(rows) - len(host0) - len(host1)
+        if len(rows) == len(overdue):
+            offer = dataclasses.replace(offer, chunks=tuple(choice.chunks))
+        chunks = offer.trimmed(room)
+        if not (offer.device_decodes or chunks):
+            host0, host1 = self._usual.split([*host0, *host1, *rows], has_device_work=False)
+        elif self._limits.can_mix and not host1:
+            host0 = [*host0, *rows]  # b1 would read all weights again for them
+        else:
+            host1 = [*host1, *rows]
+        return Choice(chunks, host0, host1, reason)
 
     def _goes_back(self, request: Request, policy: OffloadPolicy) -> bool:
         return request.is_decoding and Placement.DEVICE in possible_placements(
@@ -96,6 +125,11 @@ class Supervision:
         if len(entering) > self._limits.rolling_rows:
             return f"let {len(entering)} host rows enter; a group holds {self._limits.rolling_rows}"
         return None
+
+
+def _num_waiting(offer: Offer, step: int) -> int:
+    """Host rows that were served last before this step."""
+    return sum(1 for _ in itertools.takewhile(lambda r: r.served_step < step, offer.host_decodes))
 
 
 def _left_out(choice: Choice, offer: Offer) -> Iterator[Request]:

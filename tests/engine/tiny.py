@@ -21,9 +21,8 @@ from neojax.models.config import ModelConfig
 from neojax.models.llama import Llama
 from neojax.models.rope_scaling import DynamicRopeScaling, Llama3RopeScaling
 from neojax.runner.runner import Runner, RunnerConfig
-from neojax.runner.shapes import MAX_CHUNKS
 from neojax.sampling_params import SamplingParams
-from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.limits import MAX_CHUNKS, SchedulerLimits
 from neojax.scheduler.policy import load_policy
 from neojax.scheduler.scheduler import Scheduler
 from tests.models.attention import causal_attend

@@ -7,11 +7,11 @@ import numpy as np
 from hypothesis import given, settings
 
 from neojax.ops.attention import TILE
-from neojax.runner.shapes import MAX_CHUNKS, Buckets, Shape
+from neojax.runner.shapes import Buckets, Shape
 from neojax.runner.step_meta import MetaLayout
 from neojax.sampling_params import SamplingParams
 from neojax.scheduler.auto import Auto
-from neojax.scheduler.limits import SchedulerLimits
+from neojax.scheduler.limits import MAX_CHUNKS, SchedulerLimits, scratch_tokens
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.scheduler import Scheduler
@@ -25,7 +25,7 @@ LIMITS = SchedulerLimits(
     num_device_blocks=12,
     num_host_blocks=40,
     max_num_chunks=MAX_CHUNKS,
-    scratch_tokens=128 + MAX_CHUNKS * BLOCK,
+    scratch_tokens=scratch_tokens(128, BLOCK),
 )
 BUCKETS = Buckets.of(128, 8, 8, has_host=True, is_gpu=False)
 

@@ -188,8 +188,8 @@ def test_host_rows_wait_for_a_bounded_number_of_steps(policy: type[OffloadPolicy
 
 def test_neo_measures_its_launch_term():
     # 3.1: with 0.8 ms a layer for a launch, an H200 would never leave sequential mode.
-    measured = Run(Neo(), make_tables(hop_us=30), OSC)
-    constant = Run(Neo(), make_tables(hop_us=800), OSC)
+    measured = Run(Neo(), make_tables(hop_us=30), OSC, can_mix=False)
+    constant = Run(Neo(), make_tables(hop_us=800), OSC, can_mix=False)
     share = [sum(map(host_rows, run.plans)) / len(run.plans) for run in (measured, constant)]
     assert measured.seconds < constant.seconds
     assert share[0] > share[1]

@@ -349,7 +349,7 @@ def test_a_policy_that_splits_as_no_program_can_run_gets_the_usual_split(halves,
         def split(self, host_decodes, has_device_work):
             return tuple(host_decodes if half else () for half in halves)
 
-    scheduler = make_scheduler(Odd())
+    scheduler = make_scheduler(Odd(), can_mix=False)
     requests = [make_request(i, 20, 8, placement=p) for i, p in enumerate(["host", "device"])]
     scheduler.add(requests[0])
     run_step(scheduler)
