@@ -48,7 +48,8 @@ def test_a_decode_is_worth_less_where_the_host_helps_and_never_less_than_a_promp
     rows = outlook.num_device_rows
     alone_s = decode_token_s(Predictor(tables), rows, outlook.mean_context, rows)
     assert outlook.gain > 1
-    assert 0 < outlook.prompt_token_s <= outlook.decode_token_s < alone_s
+    # Nothing, where so few rows a step cost no more than reading the weights.
+    assert 0 <= outlook.prompt_token_s <= outlook.decode_token_s < alone_s
 
 
 def test_the_state_in_which_prefill_fills_every_step_is_among_those_weighed():
