@@ -53,6 +53,9 @@ class Regime(NamedTuple):
     chunk_tokens: int = 0  # prefill tokens of a ROLLING step that has any
 
 
+NONE = Regime(0.0, 0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mix:
     """The mean request."""
@@ -134,15 +137,11 @@ class Outlook:
         alone = self._alone(mix)
         # Once requests are there, the host need only be no worse: mixes vary from look to look.
         self._least_gain += CALM * (MIN_GAIN - self._least_gain)
-        best = Regime(alone if self.num_host_rows else self._least_gain * alone, 0)
-        for host_rows in _steps(num_host):
-            best = max(best, *(self._regime(mix, host_rows, share) for share in SHARES))
-        if best.num_host_rows == num_host > 0:
-            best = best._replace(num_host_rows=room)
-        sizes = (*PARTS_OF_GROUPS, *range(1, limits.rolling_rows + 1))
-        for rows in sizes if limits.rolling_rows and self._predictor.knows_rolling else ():
-            if self._steps_per_rolling_token * rows <= room:
-                best = max(best, *(self._rolling_regime(mix, rows, share) for share in SHARES))
+        least = Regime(alone if self.num_host_rows else self._least_gain * alone, 0)
+        pipelined = self._best_pipelined(mix, num_host)
+        if pipelined.num_host_rows == num_host > 0:
+            pipelined = pipelined._replace(num_host_rows=room)
+        best = max(least, self._preferred(pipelined, self._best_rolling(mix, room)))
         if self.num_host_rows and num_host > 0 and not best.num_host_rows:
             self._looks_without += 1
             if self._looks_without < LOOKS_TO_LEAVE:
@@ -154,10 +153,35 @@ class Outlook:
         served = self.num_device_rows + min(best.num_host_rows, num_host)
         self.rows_per_step = served * tokens_per_row
         self.prompt_token_s = prompt_token_s(self._predictor, self.rows_per_step)
-        pipelined = best.num_host_rows and not best.rolling_rows
-        self.decode_token_s = self._decode_token_s(mix, best) if pipelined else 0.0
+        is_pipelined = best.num_host_rows and not best.rolling_rows
+        self.decode_token_s = self._decode_token_s(mix, best) if is_pipelined else 0.0
         self.rolling_rows, self.chunk_tokens = best.rolling_rows, best.chunk_tokens
         self.gain = best.rate / alone if best.num_host_rows and alone else 1.0
+
+    def _preferred(self, pipelined: Regime, rolling: Regime) -> Regime:
+        """The better of both, but no change from one to the other for little: each needs its own
+        number of requests on the host, and to come to it takes seconds.
+        """
+        bonus = MIN_GAIN if self.num_host_rows else 1.0
+        if self.rolling_rows:
+            return pipelined if pipelined.rate > bonus * rolling.rate else rolling
+        return rolling if rolling.rate > bonus * pipelined.rate else pipelined
+
+    def _best_pipelined(self, mix: Mix, num_host: int) -> Regime:
+        regimes = (self._regime(mix, rows, share) for rows in _steps(num_host) for share in SHARES)
+        return max(regimes, default=NONE)
+
+    def _best_rolling(self, mix: Mix, room: int) -> Regime:
+        if not (self._limits.rolling_rows and self._predictor.knows_rolling):
+            return NONE
+        sizes = (*PARTS_OF_GROUPS, *range(1, self._limits.rolling_rows + 1))
+        regimes = (
+            self._rolling_regime(mix, rows, share)
+            for rows in sizes
+            if self._steps_per_rolling_token * rows <= room
+            for share in SHARES
+        )
+        return max(regimes, default=NONE)
 
     def _mix(self, requests: list[Request]) -> Mix | None:
         if not requests:
@@ -204,10 +228,10 @@ class Outlook:
         rows, limits = self.num_device_rows, self._limits
         useful = rows + share * host_rows
         if not useful:
-            return Regime(0.0, 0)
+            return NONE
         prefill = int(useful * mix.prompt_tokens / mix.output_tokens / share)
         if prefill + rows + host_rows > limits.max_num_batched_tokens:
-            return Regime(0.0, 0)
+            return NONE
         on_host = host_rows * share / useful if host_rows else 0.0
         is_split = prefill < mix.prompt_tokens
         decodes = mix.decodes(rows)
@@ -226,10 +250,10 @@ class Outlook:
         with_host += self._predictor.tables.num_layers * num_prompts * mix.fetch_s
         token_s = decode_token_s(self._predictor, rows, mix.context, rows)
         if with_host > device_only_s(self._predictor, device, host_rows, token_s):
-            return Regime(0.0, 0)  # no step would be chosen that loses by its host rows
+            return NONE  # no step would be chosen that loses by its host rows
         mean = share * with_host + (1 - share) * without
         if mean / share > limits.tpot_slo_s:
-            return Regime(0.0, 0)
+            return NONE
         return Regime(useful / mean, host_rows)
 
     @property
@@ -242,7 +266,7 @@ class Outlook:
         useful = rows + group_rows  # tokens a step: one group enters, one leaves
         prefill = int(useful * mix.prompt_tokens / mix.output_tokens / share)
         if prefill + rows > limits.max_num_batched_tokens:
-            return Regime(0.0, 0)
+            return NONE
         decodes, chunks = mix.decodes(rows), mix.chunks(prefill)
         on_host = int(prefill * group_rows / useful)
         host = group_rows, group_rows * mix.context
@@ -257,7 +281,7 @@ class Outlook:
         seconds[1] += on_host / whole * (whole_s - seconds[1])
         mean = seconds[0] + share * (seconds[1] - seconds[0])
         if self._steps_per_rolling_token * mean > limits.tpot_slo_s:
-            return Regime(0.0, 0)
+            return NONE
         num_host = int(self._steps_per_rolling_token * group_rows)
         return Regime(useful / mean, num_host, group_rows, prefill)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -79,3 +80,25 @@ def test_a_gain_that_was_not_there_must_promise_more_to_be_tried_again():
         trials += outlook.num_host_rows > 0 == before
         predictor.corrections.step[Mode.PIPELINED] = 3.0 if outlook.num_host_rows else 1.0
     assert 1 <= trials <= 10  # of 100, if it were tried whenever it looks well
+
+
+def test_neither_way_of_running_host_rows_gives_place_to_the_other_for_little():
+    """Once in force, one stays until the other is better by more than MIN_GAIN."""
+    limits = dataclasses.replace(LIMITS, rolling_rows=8)
+    mix = [make_request(0, 1000, 100)]
+
+    def kinds(corrections: list[float]) -> list[bool]:
+        predictor = Predictor(h200())
+        outlook = Outlook(predictor, limits)
+        found = []
+        for factor in corrections:
+            predictor.corrections.step[Mode.PIPELINED] = factor
+            outlook.look(mix, 300, num_device_blocks=250)
+            assert outlook.num_host_rows
+            found.append(outlook.rolling_rows > 0)
+        return found
+
+    grid = [0.5 + i / 50 for i in range(40)]
+    up, down = kinds(grid), kinds(grid[::-1])[::-1]
+    assert (up[0], up[-1], down[0], down[-1]) == (False, True, False, True)
+    assert sum(down) > sum(up), "it changed back as soon as it had changed"
