@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
         activation_bytes(config, model_config, dtype),
     )
     rolling_rows = resolve_rolling_rows(config, policy, sizes)
-    with clock.part("pools"):
+    with clock.part("host KV"):
         runner = Runner(
             model,
             RunnerConfig(
@@ -95,6 +95,9 @@ def build_engine(config: EngineConfig, checkpoint: Path, *, progress: bool = Tru
     if not config.enforce_eager:
         with clock.part("programs"):
             programs = [program for _, program in runner.compile(progress=progress)]
+    with clock.part("device KV"):
+        runner.allocate()
+    if not config.enforce_eager:
         with clock.part("warm-up"):
             runner.warm_up()
         if runner.host is not None:

@@ -1,8 +1,7 @@
-"""Compiled programs, one set per shape: what is jitted and donated, and compiling ahead of time."""
+"""Compiled programs, one set per shape: what is jitted and donated, and what it is called with."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import enum
 import functools
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from neojax.runner.logit_state import LogitState
 from neojax.runner.shapes import AttentionShape, Shape
@@ -137,7 +135,7 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
-    """What programs are called with besides the activations."""
+    """What programs are called with besides the activations: arrays, or their shapes."""
 
     ends: Leaves
     layers: tuple[Leaves, ...]
@@ -170,17 +168,3 @@ def _head_signatures(all_programs: Iterable[Programs], a: Arguments) -> Iterator
         packed = np.zeros((10, programs.stages.layout.num_samples), np.int32)
         args = (a.ends, packed, x, a.tokens, a.logit_state)
         yield Signature("head_full", programs.shape, programs.head_full, args)
-
-
-def compile_all(
-    todo: list[Signature], *, num_threads: int, progress: bool
-) -> list[tuple[Signature, jax.stages.Compiled]]:
-    """Compile every program; XLA works outside the GIL, so threads help."""
-    with (
-        concurrent.futures.ThreadPoolExecutor(num_threads) as pool,
-        tqdm(total=len(todo), desc="Compiling programs", disable=not progress) as bar,
-    ):
-        futures = [pool.submit(s.compile) for s in todo]
-        for _ in concurrent.futures.as_completed(futures):
-            bar.update()
-    return [(s, f.result()) for s, f in zip(todo, futures, strict=True)]

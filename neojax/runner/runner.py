@@ -20,12 +20,13 @@ from neojax.ops import attention
 from neojax.runner import lanes
 from neojax.runner.batches import Batches
 from neojax.runner.compile_counter import CompileCounter
+from neojax.runner.compiling import compile_all, smaller_step
 from neojax.runner.lanes import DeviceState
 from neojax.runner.logit_rows import LogitRows
 from neojax.runner.logit_state import LogitStateSizes
 from neojax.runner.profiler import Profiler
 from neojax.runner.program_set import B0, B1, DEEP, ProgramSet, make_programs
-from neojax.runner.programs import Arguments, Head, Signature, compile_all, signatures
+from neojax.runner.programs import Arguments, Head, Signature, signatures
 from neojax.runner.rolling import Register, RollingPrograms
 from neojax.runner.shapes import Buckets, Shape
 from neojax.runner.stages import KV, Channel, Stages, head_full, split_model
@@ -61,7 +62,11 @@ class RunnerConfig:
 
 
 class Runner:
-    """A model, its pools and its compiled programs."""
+    """A model, its pools and its compiled programs.
+
+    Programs are compiled from shapes, so the device's pools come last, by `allocate`: XLA needs
+    room to try kernels in, which the pools would leave only to activations.
+    """
 
     def __init__(self, model: Decoder, config: RunnerConfig, geometry: KVGeometry) -> None:
         self.config = config
@@ -110,7 +115,6 @@ class Runner:
             layer_ids=tuple(jnp.asarray(i, jnp.int32) for i in range(c.num_layers)),
             parked=[],
         )
-        self._make_pools()
         self._attention = attention.device_attention(
             geometry=attention.Geometry(
                 c.num_heads,
@@ -130,7 +134,6 @@ class Runner:
             self._register,
             self.host,
         )
-        self._park_groups()
         self._swapper: Swapper | None = None
         if self.host is not None:
             self._swapper = Swapper(
@@ -188,14 +191,26 @@ class Runner:
             self.host.reset()
         self._state.tokens = jnp.zeros(self.config.max_num_seqs, jnp.int32)
         self._state.logit_state = self._logit_rows.make()
-        self._make_pools()
-        self._park_groups()
+        self.allocate()
 
     def compile(self, *, progress: bool = True) -> list[tuple[Signature, jax.stages.Compiled]]:
-        """Compile every program; the first call of each finds it."""
+        """Compile every program; the first call of each finds it. Best before `allocate`.
+
+        Raises ValueError where the device's memory does not suffice for one of them alone.
+        """
+        c = self.config
         return compile_all(
-            self._signatures(), num_threads=max(1, os.cpu_count() or 1), progress=progress
+            self._signatures(),
+            num_threads=max(1, os.cpu_count() or 1),
+            progress=progress,
+            remedy=smaller_step(c.max_num_seqs, c.max_num_batched_tokens, self.geometry.block_size),
         )
+
+    def allocate(self) -> None:
+        """Make the device's pools, empty, before the first step; what they held is lost."""
+        self._state.pools, self._state.scratch = [], []  # not beside those there were
+        self._state.pools, self._state.scratch = self._new_pools()
+        self._park_groups()
 
     def warm_up(self) -> None:
         """Run every program where that matters; from then on compiles count."""
@@ -283,16 +298,16 @@ class Runner:
                     batch = batch._replace(has_host_chunks=has_chunks)
                     lanes.run_rolling(self._state, batch, self.config.layers_per_program)
 
-    def _make_pools(self) -> None:
+    def _new_pools(self) -> tuple[list[KV], list[KV]]:
+        """The device pool of each layer, and the scratch of HOST-placed prefills."""
         g, c = self.geometry, self.config
 
         def pools(shape: tuple[int, ...], count: int) -> list[KV]:
             shape = (*shape, g.num_kv_heads, g.head_dim)
             return [KV(jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype)) for _ in range(count)]
 
-        self._state.pools = pools((c.num_device_blocks, g.block_size), g.num_layers)
-        if self.host is not None:
-            self._state.scratch = pools((self.scratch_tokens,), 2)
+        scratch = pools((self.scratch_tokens,), 2) if self.host is not None else []
+        return pools((c.num_device_blocks, g.block_size), g.num_layers), scratch
 
     @property
     def _rolling_shapes(self) -> list[Shape]:
@@ -334,11 +349,12 @@ class Runner:
 
     def _signatures(self) -> list[Signature]:
         state = self._state
+        pools, scratch = jax.eval_shape(self._new_pools)
         arguments = Arguments(
             ends=state.ends,
             layers=state.layers,
-            pools=tuple(state.pools),
-            scratch=state.scratch[0] if state.scratch else None,
+            pools=tuple(pools),
+            scratch=scratch[0] if scratch else None,
             tokens=state.tokens,
             logit_state=state.logit_state,
             layer_ids=state.layer_ids,
@@ -349,5 +365,5 @@ class Runner:
         return [
             *signatures(self._programs.values(), arguments),
             *self._logit_rows.signatures(state.logit_state),
-            *(() if self._swapper is None else self._swapper.signatures()),
+            *(() if self._swapper is None else self._swapper.signatures(arguments.pools)),
         ]

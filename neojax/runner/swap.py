@@ -136,10 +136,10 @@ class Swapper:
         empty = np.zeros(1 + 2 * self._chunk, np.int32)
         return [due.launch for due in (*self._swaps_out([empty]), *self._swaps_in([empty]))]
 
-    def signatures(self) -> Iterator[Signature]:
-        """The programs, and what they are called with."""
+    def signatures(self, pools: tuple[KV, ...]) -> Iterator[Signature]:
+        """The programs, and what they are called with. pools: of all layers, or their shapes."""
         shape = Shape(0, 0)
-        pools = tuple(self._state.pools[: self._group])
+        pools = pools[: self._group]
         packed = np.zeros(1 + 2 * self._chunk, np.int32)
         ticket = jax.ShapeDtypeStruct((1,), jnp.int32)
         layer = self._state.layer_ids[0]

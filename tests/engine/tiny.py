@@ -92,8 +92,9 @@ def tiny_engine(
     rolling_rows: int = 0,
     grammars: GrammarCompiler | None = None,
     dtype: DTypeLike = jnp.float32,
+    compiles: Callable[[Runner], Any] | None = None,
 ) -> EngineCore:
-    """An engine that compiles as it goes."""
+    """An engine that compiles as it goes; or by `compiles`, before there are pools."""
     c = model.config
     geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, 16, jnp.dtype(dtype))
     runner = Runner(
@@ -110,6 +111,9 @@ def tiny_engine(
         ),
         geometry,
     )
+    if compiles is not None:
+        compiles(runner)
+    runner.allocate()
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -10,8 +10,13 @@ from tests.engine.tiny import tiny_engine, tiny_model
 @pytest.fixture(scope="session")
 def warmed_up():
     """The engine, and what `compile` gave."""
-    engine = tiny_engine(tiny_model(), num_device_blocks=40, num_host_blocks=64)
-    compiled = engine.runner.compile(progress=False)
+    compiled = []
+    engine = tiny_engine(
+        tiny_model(),
+        num_device_blocks=40,
+        num_host_blocks=64,
+        compiles=lambda runner: compiled.extend(runner.compile(progress=False)),
+    )
     engine.runner.warm_up()
     yield engine, compiled
     engine.close()
