@@ -34,12 +34,14 @@ PROG = "python -m neojax.plan.overhead"
 class OverheadConfig:
     """Whose planning, and of how many requests."""
 
-    policies: str = "device-only,auto,neo,full"
+    policies: str = "device-only,auto,neo,full,rolling"
     """Offload policies, a list; `module:Class` for one of your own."""
     num_running: int = 256
     """Requests that run at a time."""
     num_waiting: int = 256
     """Requests that wait, in the rows of the table where any do."""
+    rolling_rows: int = 8
+    """Host rows of a group, in the rows of the table with ROLLING steps."""
     prompt_tokens: int = 200
     """Mean length of a prompt."""
     output_tokens: int = 100
@@ -118,7 +120,7 @@ def measure(
                 scheduler.add(crowd.one(is_endless=False))
         if rows or is_full:
             b0, b1 = plan.b0, plan.b1
-            num_host = len(b0.host_decodes) + len(b1.host_decodes)
+            num_host = sum(map(len, (b0.host_decodes, b1.host_decodes, plan.rolling.leaving)))
             rows.append((len(b0.decodes), num_host, sum(row.num_tokens for row in b0.chunks)))
             plan_s.append(planned_s - start_s)
             update_s.append(updated_s - planned_s)
@@ -144,24 +146,25 @@ def main(argv: list[str]) -> int:
             scenario.limits, num_device_blocks=scenario.limits.num_host_blocks
         )
         rows = []
-        for name, num_waiting in itertools.product(
-            config.policies.split(","), (0, config.num_waiting)
+        for name, rolling_rows, num_waiting in itertools.product(
+            config.policies.split(","), (0, config.rolling_rows), (0, config.num_waiting)
         ):
             policy = load_policy(name)
-            groups = limits.rolling_rows if policy.rolls else 0
+            if not rolling_rows and policy.needs_rolling:
+                continue
             o = measure(
                 policy,
-                dataclasses.replace(limits, rolling_rows=groups),
+                dataclasses.replace(limits, rolling_rows=rolling_rows),
                 scenario.tables,
                 config,
                 num_waiting=num_waiting,
             )
-            rows.append([name, str(num_waiting), *_cells(o)])
+            rows.append([name, str(rolling_rows), str(num_waiting), *_cells(o)])
     except ValueError as error:
         sys.exit(f"{PROG}: error: {error}")
     print(f"{config.num_running} requests on {config.machine}, {config.model}; milliseconds")
-    header = ("policy", "waiting", "device rows", "host rows", "prefill", "plan p50", "p99",
-              "update p50", "p99")  # fmt: skip
+    header = ("policy", "group", "waiting", "device rows", "host rows", "prefill", "plan p50",
+              "p99", "update p50", "p99")  # fmt: skip
     print(table(header, rows))
     return 0
 

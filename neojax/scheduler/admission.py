@@ -23,12 +23,18 @@ def possible_placements(
     request: Request, policy: OffloadPolicy, memory: Memory
 ) -> tuple[Placement, ...]:
     """Pools in which the request can finish, the policy's preferred one first."""
+    return tuple(p for p in policy.placements if can_finish_in(request, p, policy, memory))
+
+
+def can_finish_in(
+    request: Request, placement: Placement, policy: OffloadPolicy, memory: Memory
+) -> bool:
+    """Whether `placement` is among the possible ones."""
     wanted = request.params.kv_placement
-    worst = memory.num_blocks(worst_tokens(request))
-    return tuple(
-        p
-        for p in policy.placements
-        if wanted in ("auto", p.value) and worst <= memory.pools[p].limit
+    return (
+        wanted in ("auto", placement)
+        and placement in policy.placements
+        and memory.num_blocks(worst_tokens(request)) <= memory.pools[placement].limit
     )
 
 
@@ -65,7 +71,7 @@ class Admission:
         self._scratch = now.limits.scratch_tokens
         # Requests that were swapped out, and do not run where they are, come before new ones.
         are_out = not policy.serves_host(now) and any(
-            Placement.DEVICE in possible_placements(r, policy, memory) for r in standing.on_host
+            can_finish_in(r, Placement.DEVICE, policy, memory) for r in standing.on_host
         )
         self._blocked: set[Placement] = set(Placement) if are_out else set()
         # Each running request is about to grow: without a block in hand for each of them, a

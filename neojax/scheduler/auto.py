@@ -10,21 +10,17 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from neojax.scheduler.balance import best_split
-from neojax.scheduler.offer import Choice, Chunk, Offer
+from neojax.scheduler.offer import Choice, Offer
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.policy import OffloadPolicy
-from neojax.scheduler.prediction import Load, Predictor
+from neojax.scheduler.prediction import Predictor
+from neojax.scheduler.prefills import MIN_CHUNK_TOKENS, Prefill, Prefills
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.worth import decode_token_s
-
-MIN_CHUNK_TOKENS = 64
-"""Prefill is not cut smaller: a prompt must get on."""
-
-CHUNK_STEP = 64
-"""Tokens to which the size of a trimmed prefill is exact."""
 
 
 class Auto(OffloadPolicy):
@@ -65,6 +61,15 @@ class Auto(OffloadPolicy):
         return now.num_host > now.outlook.num_host_rows or not now.num_waiting
 
 
+class _Candidate(NamedTuple):
+    """A step with so many of the offer's host rows, the first of them in b0."""
+
+    worth: float  # per second
+    prefill: Prefill
+    num_host_rows: int = 0
+    num_in_b0: int = 0
+
+
 class _Choosing:
     """One step's candidates."""
 
@@ -77,19 +82,21 @@ class _Choosing:
         self.is_steady = now.outlook.rolling_rows > 0
         self.chunk_tokens = now.outlook.chunk_tokens
         self.may_enter = now.num_rolling > 0
-        self.contexts = [0, *itertools.accumulate(r.num_tokens for r in offer.host_decodes)]
+        self.contexts = [0, *itertools.accumulate([r.num_tokens for r in offer.host_decodes])]
         self.num_decodes = len(offer.device_decodes)
-        self.decode_context = sum(r.num_tokens for r in offer.device_decodes)
+        # Not less than what keeps the device full of decodes, nor so few that weights are most.
+        knee = predictor.knee_tokens - self.num_decodes
+        least_tokens = max(MIN_CHUNK_TOKENS, knee, now.outlook.prompt_tokens)
+        # While the device has decodes to gain, prefill comes first.
+        is_full = now.num_device >= now.outlook.num_device_rows
+        self.prefills = Prefills(offer, predictor, least_tokens if is_full else None)
         self.token_s = now.outlook.decode_token_s
         if not self.token_s:
             known = self.num_decodes + len(offer.host_decodes)
-            context = (self.decode_context + self.contexts[-1]) / max(1, known)
+            decode_context = self.prefills.of(0).load.decode_context
+            context = (decode_context + self.contexts[-1]) / max(1, known)
             rows = now.outlook.num_device_rows
             self.token_s = decode_token_s(predictor, self.num_decodes, context, rows)
-        # Not less than what keeps the device full of decodes, nor so few that weights are most.
-        knee = predictor.knee_tokens - self.num_decodes
-        self.least_tokens = max(MIN_CHUNK_TOKENS, knee, now.outlook.prompt_tokens)
-        self.is_full = now.num_device >= now.outlook.num_device_rows
         self.prompt_token_s = now.outlook.prompt_token_s
 
     def best(self) -> Choice:
@@ -102,28 +109,40 @@ class _Choosing:
         if rolling := list(self._rolling()):
             return max(rolling, key=lambda c: c[0])[1]
         must_store = bool(offer.chunks) and offer.chunks[0].placement is Placement.HOST
-        best, best_worth = Choice(), 0.0
+        alone = _Candidate(0.0, self.prefills.of(0))
         # Not where the prompt at the head is to go to the host.
-        for chunks in () if must_store else self._sizes(offer.num_tokens, device_only=True):
-            load = self._device_load(chunks)
-            if not load.num_rows:
-                continue
-            worth = self._worth_s(chunks, 0) / self.predictor.seconds(Mode.DEVICE_ONLY, load)
-            if worth > best_worth:
-                reason = "the device alone serves most per second"
-                best, best_worth = Choice(chunks, reason=reason), worth
-        best_alone = best_worth
+        if not must_store:
+            for prefill in self.prefills.sizes(offer.num_tokens, device_only=True):
+                if not prefill.load.num_rows:
+                    continue
+                seconds = self.predictor.seconds(Mode.DEVICE_ONLY, prefill.load)
+                worth = self._worth_s(prefill, 0) / seconds
+                if worth > alone.worth:
+                    alone = _Candidate(worth, prefill)
+        best = alone
         most = min(len(offer.host_decodes), offer.num_tokens)
         last = 0.0
         for num_rows in sorted({*_halvings(most), self._hidden_rows(most)}, reverse=True):
-            candidates = [self._with_host(c, num_rows, best_alone) for c in self._chunks(num_rows)]
-            worth, choice = max(candidates, key=lambda c: c[0], default=(0.0, best))
-            if worth > best_worth:
-                best, best_worth = choice, worth
-            if worth < last:
+            candidates = [self._with_host(p, num_rows) for p in self._prefills_beside(num_rows)]
+            here = max(candidates, key=lambda c: c.worth, default=_Candidate(0.0, alone.prefill))
+            if here.worth > best.worth:
+                best = here
+            if here.worth < last:
                 break  # fewer rows serve less still
-            last = worth
-        return best
+            last = here.worth
+        return self._choice(best, alone)
+
+    def _choice(self, best: _Candidate, alone: _Candidate) -> Choice:
+        if best is alone:
+            reason = "the device alone serves most per second" if alone.worth else ""
+            return Choice(alone.prefill.chunks if alone.worth else (), reason=reason)
+        rows = self.offer.host_decodes[: best.num_host_rows]
+        reason = (
+            f"{best.num_host_rows} host rows: worth {best.worth:.2f} a second, "
+            f"the device alone {alone.worth:.2f}"
+        )
+        host0, host1 = rows[: best.num_in_b0], rows[best.num_in_b0 :]
+        return Choice(best.prefill.chunks, host0, host1, reason)
 
     def _rolling(self) -> Iterator[tuple[float, Choice]]:
         """ROLLING steps, with a further group where the outlook has them, and without."""
@@ -138,34 +157,24 @@ class _Choosing:
             # steady state they are as many.
             rows = max(len(group), offer.num_under_way / layers)
             host_s = staying_s + predictor.host_s(len(group), sum(r.num_tokens for r in group))
-            for chunks in self._rolling_sizes():
-                device_s = predictor.rolling_device_s(self._device_load(chunks), self.rolling_rows)
-                worth = self._worth_s(chunks, rows) / predictor.rolling_step_s(device_s, host_s)
+            for prefill in self._rolling_sizes():
+                device_s = predictor.rolling_device_s(prefill.load, self.rolling_rows)
+                worth = self._worth_s(prefill, rows) / predictor.rolling_step_s(device_s, host_s)
                 reason = f"{len(group)} host rows enter: worth {worth:.2f} a second"
-                yield worth, Choice(chunks, entering=group, reason=reason)
+                yield worth, Choice(prefill.chunks, entering=group, reason=reason)
 
-    def _chunks(self, num_rows: int) -> list[tuple[Chunk, ...]]:
+    def _prefills_beside(self, num_rows: int) -> Sequence[Prefill]:
         """Sizes of the prefill to weigh beside so many host rows."""
-        room = self.offer.num_tokens - num_rows
-        sizes = self._sizes(room)
-        if num_rows and sizes[0]:
-            sizes.append(self.offer.trimmed(min(room, self._hiding_tokens(sizes[0], num_rows))))
-        return sizes if num_rows else [chunks for chunks in sizes if chunks]
+        sizes = self.prefills.sizes(self.offer.num_tokens - num_rows)
+        if not num_rows:
+            return [prefill for prefill in sizes if prefill.chunks]
+        if not sizes[0].chunks:
+            return sizes
+        host_s = self.predictor.host_s(num_rows, self.contexts[num_rows])
+        hiding = self.prefills.hiding(sizes[0], host_s)
+        return sizes if hiding in sizes else (*sizes, hiding)
 
-    def _sizes(self, room: int, *, device_only: bool = False) -> list[tuple[Chunk, ...]]:
-        """All of the prefill there is room for, and the sizes that fill a bucket beside decodes."""
-        full = self.offer.trimmed(room, device_only=device_only)
-        num_tokens = sum(chunk.num_tokens for chunk in full)
-        sizes = [full]
-        # While the device has decodes to gain, prefill comes first.
-        for rows in self.predictor.even_rows if self.is_full else ():
-            if self.least_tokens <= rows - self.num_decodes < num_tokens:
-                cut = self.offer.trimmed(rows - self.num_decodes, device_only=device_only)
-                if cut:
-                    sizes.append(cut)
-        return sizes
-
-    def _rolling_sizes(self) -> list[tuple[Chunk, ...]]:
+    def _rolling_sizes(self) -> Sequence[Prefill]:
         """Sizes of the prefill in a ROLLING step.
 
         Where the outlook is one of such steps, as much as it has in each: a large piece leaves the
@@ -174,83 +183,39 @@ class _Choosing:
         """
         offer = self.offer
         if not self.is_steady:
-            return self._sizes(offer.num_tokens)
+            return self.prefills.sizes(offer.num_tokens)
         linear = self.predictor.tables.linear[Mode.ROLLING]
         others = self.num_decodes + self.rolling_rows
         rows = linear.most_for(others + max(MIN_CHUNK_TOKENS, self.chunk_tokens))
         size = int(rows) - others
         if offer.chunks and offer.chunks[0].placement is Placement.HOST:
             size = max(size, offer.chunks[0].num_tokens)
-        return [offer.trimmed(min(offer.num_tokens, size))]
+        return (self.prefills.of(min(offer.num_tokens, size)),)
 
     def _hidden_rows(self, most: int) -> int:
         """Host rows whose attention just hides under all of the device's work."""
-        b0 = self._device_load(self.offer.trimmed(self.offer.num_tokens))
+        b0 = self.prefills.of(self.offer.num_tokens).load
         times = self.predictor.layer_times(Mode.PIPELINED, b0)
         covered = times.linear0 + times.attention0
 
         def excess(num_rows: int) -> float:
-            b1 = Load(num_host_rows=num_rows, host_context=self.contexts[num_rows])
-            return self.predictor.layer_times(Mode.PIPELINED, Load(), b1).host1 - covered
+            return self.predictor.host_s(num_rows, self.contexts[num_rows]) - covered
 
         return max(0, bisect.bisect_right(range(most + 1), 0.0, key=excess) - 1)
 
-    def _hiding_tokens(self, full: tuple[Chunk, ...], num_rows: int) -> int:
-        """Prefill tokens whose linear stage and attention just cover the host's attention.
-
-        The continuous form of the paper's trim: tokens beyond it hide later steps' host rows.
-        Not less than the knee: fewer tokens cost little more than reading the weights.
-        """
-        low = self.predictor.knee_tokens
-        high = sum(chunk.num_tokens for chunk in full)
-        host_s = self.predictor.host_s(num_rows, self.contexts[num_rows])
-        while high - low > CHUNK_STEP:
-            middle = (low + high) // 2
-            b0 = self._device_load(self.offer.trimmed(middle))
-            linear_s = self.predictor.linear_s(Mode.PIPELINED, b0.num_rows, 0)
-            if linear_s + self.predictor.attention_s(b0) < host_s:
-                low = middle
-            else:
-                high = middle
-        return high
-
-    def _worth_s(self, chunks: tuple[Chunk, ...], num_host_rows: float) -> float:
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        attention = self.predictor.prefill_s(_spans(chunks))
+    def _worth_s(self, prefill: Prefill, num_host_rows: float) -> float:
         return (
             self.token_s * (self.num_decodes + num_host_rows)
-            + self.prompt_token_s * num_tokens
+            + self.prompt_token_s * prefill.num_tokens
             # The same wherever it is computed.
-            + self.predictor.tables.num_layers * attention
+            + self.predictor.tables.num_layers * prefill.attention_s
         )
 
-    def _with_host(
-        self, chunks: tuple[Chunk, ...], num_rows: int, alone: float
-    ) -> tuple[float, Choice]:
-        """Worth per second of a step with so many host rows, and the step."""
-        rows = self.offer.host_decodes[:num_rows]
-        device = self._device_load(chunks)
+    def _with_host(self, prefill: Prefill, num_rows: int) -> _Candidate:
         contexts = self.contexts[: num_rows + 1]
-        split = best_split(self.predictor, device, contexts, can_mix=self.can_mix)
-        worth = self._worth_s(chunks, num_rows) / split.step_s
-        host0, host1 = rows[: split.num_in_b0], rows[split.num_in_b0 :]
-        reason = f"{num_rows} host rows: worth {worth:.2f} a second, the device alone {alone:.2f}"
-        return worth, Choice(chunks, host0, host1, reason)
-
-    def _device_load(self, chunks: Sequence[Chunk]) -> Load:
-        on_host = [c for c in chunks if c.placement is Placement.HOST]
-        return Load(
-            _spans(chunks),
-            self.num_decodes,
-            self.decode_context,
-            store_tokens=sum(c.num_tokens for c in on_host),
-            fetch_tokens=sum(c.start for c in on_host),
-        )
-
-
-def _spans(chunks: Sequence[Chunk]) -> tuple[tuple[int, int], ...]:
-    """As `Load.chunks` has them."""
-    return tuple([(c.num_tokens, c.stop) for c in chunks])
+        split = best_split(self.predictor, prefill.load, contexts, can_mix=self.can_mix)
+        worth = self._worth_s(prefill, num_rows) / split.step_s
+        return _Candidate(worth, prefill, num_rows, split.num_in_b0)
 
 
 def _halvings(most: int) -> list[int]:

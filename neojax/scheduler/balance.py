@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from neojax.scheduler.plan import Mode
-from neojax.scheduler.prediction import Load, Predictor
+from neojax.scheduler.prediction import LayerTimes, Load, Predictor, layer_period
 
 
 class Split(NamedTuple):
@@ -26,26 +26,30 @@ def best_split(
     the division in which neither sub-batch waits for its own rows longer than the other.
     can_mix: whether b0 may have host rows beside device work.
     """
-    num_rows = len(contexts) - 1
-    has_device_work = device.num_rows > 0
-    candidates = {0} if has_device_work else set[int]()
-    if num_rows and (can_mix or not has_device_work):
-        candidates |= {num_rows, _even(predictor, device, contexts)}
-    return min(Split(_seconds(predictor, device, contexts, k), k) for k in candidates or {0})
+    num_rows, device_rows = len(contexts) - 1, device.num_rows
+    # The device's own attention and copies: no division changes them.
+    alone = predictor.layer_times(Mode.PIPELINED, device)
+    host_s = predictor.host_s(num_rows, contexts[-1])
 
+    def divided(k: int) -> Split:
+        rows0, rows1 = device_rows + k, num_rows - k
+        times = LayerTimes(
+            linear0=predictor.linear_s(Mode.PIPELINED, rows0, k),
+            linear1=predictor.linear_s(Mode.PIPELINED, rows1, rows1),
+            attention0=alone.attention0,
+            host0=predictor.host_s(k, contexts[k]) if rows1 else host_s,
+            host1=predictor.host_s(rows1, contexts[-1] - contexts[k]) if k else host_s,
+            copies_down=alone.copies_down,
+            copies_up=alone.copies_up,
+        )
+        return Split(predictor.step_s(Mode.PIPELINED, layer_period(times), rows0, rows1), k)
 
-def _seconds(predictor: Predictor, device: Load, contexts: Sequence[int], k: int) -> float:
-    b0 = device._replace(num_host_rows=k, host_context=contexts[k])
-    b1 = Load(num_host_rows=len(contexts) - 1 - k, host_context=contexts[-1] - contexts[k])
-    return predictor.seconds(Mode.PIPELINED, b0, b1)
-
-
-def _even(predictor: Predictor, device: Load, contexts: Sequence[int]) -> int:
-    """Rows in b0 such that linear plus host attention is the same in both sub-batches."""
-    num_rows = len(contexts) - 1
-    b1 = Load(num_host_rows=num_rows, host_context=contexts[-1])
-    times = predictor.layer_times(Mode.PIPELINED, device, b1)
-    if not device.num_rows:
-        return (num_rows + 1) // 2
-    share = (times.host1 + times.linear1 - times.linear0) / (2 * times.host1 or 1.0)
-    return min(max(round(share * num_rows), 0), num_rows)
+    candidates = {0} if device_rows else set[int]()
+    if not device_rows:
+        candidates |= {num_rows, (num_rows + 1) // 2}
+    elif num_rows and can_mix:
+        linear_s = predictor.linear_s(Mode.PIPELINED, num_rows, num_rows)
+        # Rows in b0 such that linear plus host attention is the same in both sub-batches.
+        share = (host_s + linear_s - alone.linear0) / (2 * host_s or 1.0)
+        candidates |= {num_rows, min(max(round(share * num_rows), 0), num_rows)}
+    return min(divided(k) for k in candidates)

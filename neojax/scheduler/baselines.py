@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from neojax.scheduler.offer import Choice, Offer
 from neojax.scheduler.policy import OffloadPolicy
+from neojax.scheduler.prefills import MIN_CHUNK_TOKENS
 from neojax.scheduler.request import Placement
 from neojax.scheduler.situation import Situation
-
-MIN_CHUNK_TOKENS = 64
-"""Prefill is not cut smaller: a prompt must get on."""
 
 
 class DeviceOnly(OffloadPolicy):

@@ -86,7 +86,8 @@ class Table2:
         if x <= 0:
             return 0.0
         xs, ys = self.xs, self.ys
-        x, y = max(x, xs[0]), max(y, ys[0])
+        x = x if x > xs[0] else xs[0]
+        y = y if y > ys[0] else ys[0]
         if x >= xs[-1] or y >= ys[-1]:
             return self._beyond(x, y)
         i, j = bisect.bisect_right(xs, x), bisect.bisect_right(ys, y)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from neojax.scheduler.block_pool import BlockPool
 from neojax.scheduler.limits import SchedulerLimits
@@ -30,6 +30,15 @@ class Memory:
         """Blocks to allocate before the request's newest token has a place."""
         missing = request.num_tokens - len(request.blocks) * self._block_size
         return self.num_blocks(missing) if missing > 0 else 0
+
+    def short(self, requests: Iterable[Request]) -> list[Request]:
+        """Those of them that lack blocks."""
+        size = self._block_size  # a step asks of hundreds
+        return [r for r in requests if r.num_tokens > len(r.blocks) * size]
+
+    def holding(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """The blocks of its first tokens."""
+        return tuple(request.blocks[: -(-num_tokens // self._block_size)])
 
     def start(self, request: Request, placement: Placement) -> None:
         """Give a request its slot, and the blocks of all its tokens.

@@ -8,6 +8,9 @@ layer in the released code, is the measured hop; and where that code fails, this
 
 from __future__ import annotations
 
+import dataclasses
+import operator
+
 from neojax.scheduler.offer import Choice, Chunk, Offer
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.policy import OffloadPolicy
@@ -49,17 +52,12 @@ class Neo(OffloadPolicy):
         return True
 
 
+@dataclasses.dataclass(slots=True)
 class _HostRows:
     """The host rows of one sub-batch."""
 
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.context = 0  # sum of theirs
-
-    def add(self, request: Request) -> None:
-        """One row more."""
-        self.requests.append(request)
-        self.context += request.num_tokens
+    requests: list[Request] = dataclasses.field(default_factory=list[Request])
+    context: int = 0  # sum of theirs
 
 
 class _Batches:
@@ -107,23 +105,27 @@ class _Batches:
         # A row lengthens its own linear stage and its own attention; nothing else changes.
         linear_s = [predictor.linear_s(Mode.PIPELINED, n, 0) for n in (device.num_rows, 0)]
         host_s = [0.0, 0.0]
+        # Hundreds of rows, each a look at the table.
+        host_decode, correction = predictor.tables.host_decode, predictor.corrections.host_attention
         target, too_long = 1, None
         due, others = (
             self.offer.host_decodes[: self.offer.num_due],
             self.offer.host_decodes[self.offer.num_due :],
         )
-        for request in (*due, *sorted(others, key=lambda r: r.order)):
+        for request in (*due, *sorted(others, key=operator.attrgetter("order"))):
             if left <= 0:
                 break
-            if too_long is not None and request.num_tokens >= too_long:
+            num_tokens = request.num_tokens
+            if too_long is not None and num_tokens >= too_long:
                 continue
             rows = self.host[target]
-            count = len(rows.requests) + 1
-            longer_s = predictor.host_s(count, rows.context + request.num_tokens)
+            count, context = len(rows.requests) + 1, rows.context + num_tokens
+            longer_s = correction * host_decode(count, context)
             if longer_s > (linear_s[0] if target else linear_s[1] + attention_s):
-                too_long = request.num_tokens
+                too_long = num_tokens
                 continue
-            rows.add(request)
+            rows.requests.append(request)
+            rows.context = context
             num_rows = count if target else device.num_rows + count
             linear_s[target] = predictor.linear_s(Mode.PIPELINED, num_rows, count)
             host_s[target] = longer_s

@@ -40,7 +40,7 @@ class Offer:
     num_due: int = 0
     """The first of host_decodes that should run soon: after another such time they must."""
     group: tuple[Request, ...] = ()
-    """Host rows that would enter a ROLLING step together; none where there are no such steps."""
+    """Host rows that would enter a ROLLING step together; none where the policy does not roll."""
     staying: tuple[tuple[int, int], ...] = ()
     """Rows and sum of contexts of the groups that such a step leaves under way."""
     num_under_way: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -60,9 +61,7 @@ class SubBatch:
     @property
     def rows(self) -> Iterator[Row]:
         """In the order of the token arrays."""
-        yield from self.chunks
-        yield from self.decodes
-        yield from self.host_decodes
+        return itertools.chain(self.chunks, self.decodes, self.host_decodes)
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.decodes or self.host_decodes)
@@ -149,9 +148,7 @@ class Plan:
     @property
     def rows(self) -> Iterator[Row]:
         """All rows that the step completes, b0's first: those that enter have far to go."""
-        yield from self.b0.rows
-        yield from self.b1.rows
-        yield from self.rolling.leaving
+        return itertools.chain(self.b0.rows, self.b1.rows, self.rolling.leaving)
 
     @property
     def sampled_rows(self) -> list[Row]:

@@ -11,12 +11,12 @@ Nothing here knows of requests or queues.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from neojax.scheduler.corrections import Corrections
 from neojax.scheduler.costs import CostTables
-from neojax.scheduler.plan import Mode, Prediction, SubBatch, Swap
+from neojax.scheduler.plan import Mode, Prediction, Row, SubBatch, Swap
 
 
 class Load(NamedTuple):
@@ -42,9 +42,9 @@ class Load(NamedTuple):
         return cls(
             tuple((row.num_tokens, row.stop) for row in batch.chunks),
             len(batch.decodes),
-            sum(row.stop for row in batch.decodes),
+            _context(batch.decodes),
             len(batch.host_decodes),
-            sum(row.stop for row in batch.host_decodes),
+            _context(batch.host_decodes),
             sum(row.num_tokens for row in host_chunks),
             sum(row.start.token for row in host_chunks),
         )
@@ -93,13 +93,14 @@ class Predictor:
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
         self.corrections = Corrections()
-        # Steps of like sizes follow each other, and a step's candidates have the same chunks.
+        # Steps of like sizes follow each other, and a step's candidates have the same decodes and
+        # all chunks but the last one. Host rows are hardly ever the same.
         remember = functools.lru_cache(maxsize=4096)
-        self.linear_s = remember(self._linear_s)
-        """Seconds of a linear stage, hop included: by mode, rows, and host rows among them."""
-
-        self.prefill_s = remember(self._prefill_s)
-        """Seconds of the attention of chunks in one layer: (tokens, context at its end) of each."""
+        self._linear_s = remember(lambda mode, num_rows: tables.linear[mode](num_rows))
+        self._hop_s = remember(tables.hop)
+        self._chunk_s = remember(tables.prefill_attention)
+        self._decode_s = remember(tables.device_decode)
+        self._per_step_s = remember(lambda mode, num_rows: tables.per_step[mode](num_rows))
 
         self.knee_tokens = self._knee_tokens()
         """Rows with which a linear stage takes half as long again as with one: arithmetic counts
@@ -132,10 +133,18 @@ class Predictor:
             copies_up=c.fetch(b0.fetch_tokens) + c.swap_in(swap_in),
         )
 
+    def linear_s(self, mode: Mode, num_rows: int, num_host_rows: int) -> float:
+        """Seconds of a linear stage of so many rows, with the hop of the host rows among them."""
+        return self._linear_s(mode, num_rows) + self._hop_s(num_host_rows)
+
+    def prefill_s(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """Seconds of the attention of chunks in one layer: (tokens, context at its end) of each."""
+        return sum([self._chunk_s(*chunk) for chunk in chunks])
+
     def attention_s(self, load: Load) -> float:
         """The device's attention in one layer. A chunk's waits for its prefix."""
         c = self.tables
-        decode = c.device_decode(load.num_decodes, load.decode_context)
+        decode = self._decode_s(load.num_decodes, load.decode_context)
         return decode + self.prefill_s(load.chunks) + c.fetch(load.fetch_tokens)
 
     def host_s(self, num_rows: float, context: float) -> float:
@@ -147,7 +156,15 @@ class Predictor:
     ) -> float:
         """Predicted seconds of a step."""
         times = self.layer_times(mode, b0, b1, swap_out, swap_in)
-        return self._step(mode, layer_period(times), b0, b1)
+        return self.step_s(mode, layer_period(times), b0.num_rows, b1.num_rows)
+
+    def step_s(self, mode: Mode, period: float, rows0: int, rows1: int) -> float:
+        """A step by the seconds that each layer adds, as measured steps have corrected it.
+
+        rows0, rows1: rows of the linear stages of both sub-batches.
+        """
+        per_step = self._per_step_s(mode, rows0) + self._per_step_s(mode, rows1)
+        return self.corrections.step[mode] * (self.tables.num_layers * period + per_step)
 
     def rolling_seconds(self, device: Load, group_rows: int, rows: float, context: float) -> float:
         """Predicted seconds of a ROLLING step whose groups have so many rows and sums of contexts.
@@ -209,7 +226,7 @@ class Predictor:
     def paper_seconds(self, b0: Load, b1: Load) -> float:
         """Seconds of a PIPELINED step by the paper's formula."""
         times = self.layer_times(Mode.PIPELINED, b0, b1)
-        return self._step(Mode.PIPELINED, paper_period(times), b0, b1)
+        return self.step_s(Mode.PIPELINED, paper_period(times), b0.num_rows, b1.num_rows)
 
     def predict(
         self, mode: Mode, b0: Load, b1: Load = IDLE, swaps: Iterable[Swap] = (),
@@ -221,21 +238,15 @@ class Predictor:
         hop = c.hop(b0.num_host_rows) + c.hop(b1.num_host_rows)
         fetch = c.fetch(b0.fetch_tokens)
         return Prediction(
-            step_s=self._step(mode, layer_period(times), b0, b1),
+            step_s=self.step_s(mode, layer_period(times), b0.num_rows, b1.num_rows),
             linear_s=c.num_layers * (times.linear0 + times.linear1 - hop),
             device_attention_s=c.num_layers * (times.attention0 - fetch),
             host_attention_s=c.num_layers * (times.host0 + times.host1),
             hop_s=c.num_layers * hop,
             copies_s=c.num_layers * (times.copies_down + times.copies_up),
-            per_step_s=self._per_step(mode, b0, b1),
+            per_step_s=self._per_step_s(mode, b0.num_rows) + self._per_step_s(mode, b1.num_rows),
             device_only_s=device_only_s,
         )
-
-    def _linear_s(self, mode: Mode, num_rows: int, num_host_rows: int) -> float:
-        return self.tables.linear[mode](num_rows) + self.tables.hop(num_host_rows)
-
-    def _prefill_s(self, chunks: tuple[tuple[int, int], ...]) -> float:
-        return sum(self.tables.prefill_attention(*chunk) for chunk in chunks)
 
     def _even_rows(self) -> tuple[int, ...]:
         linear = self.tables.linear[Mode.DEVICE_ONLY]
@@ -250,13 +261,10 @@ class Predictor:
         linear = self.tables.linear[Mode.PIPELINED]
         return next((int(x) for x in linear.xs if linear(x) >= 1.5 * linear(1)), int(linear.xs[-1]))
 
-    def _step(self, mode: Mode, period: float, b0: Load, b1: Load) -> float:
-        seconds = self.tables.num_layers * period + self._per_step(mode, b0, b1)
-        return self.corrections.step[mode] * seconds
 
-    def _per_step(self, mode: Mode, b0: Load, b1: Load) -> float:
-        table = self.tables.per_step[mode]
-        return table(b0.num_rows) + table(b1.num_rows)
+def _context(decodes: Sequence[Row]) -> int:
+    """The sum of theirs: a token more than each has computed."""
+    return sum([row.start.token for row in decodes]) + len(decodes)
 
 
 def _moved_tokens(swaps: Iterable[Swap]) -> tuple[int, int]:

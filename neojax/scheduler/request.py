@@ -93,15 +93,13 @@ class Request:
     """Prompt, outputs read, and outputs sampled by steps still in flight."""
     most_tokens: int = dataclasses.field(init=False)
     """What `num_tokens` may grow to."""
+    order: tuple[int, int] = dataclasses.field(init=False)
+    """Place in the queues: by priority, the lower first, then by arrival."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_ids) + len(self.output_ids) + self.num_pending
         self.most_tokens = len(self.prompt_ids) + self.max_tokens
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Place in the queues: by priority, the lower first, then by arrival."""
-        return self.params.priority, self.arrival
+        self.order = self.params.priority, self.arrival
 
     @property
     def num_remaining(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from neojax.scheduler.admission import possible_placements
+from neojax.scheduler.admission import can_finish_in
 from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.memory import Memory
 from neojax.scheduler.policy import OffloadPolicy
@@ -112,8 +112,8 @@ class Rotation:
                 continue
             need = self._need(request)
             # A larger one would not find the room either, and fewer are ahead of those to come.
-            if need >= too_large or Placement.DEVICE not in possible_placements(
-                request, policy, self._memory
+            if need >= too_large or not can_finish_in(
+                request, Placement.DEVICE, policy, self._memory
             ):
                 continue
             out = self._making_room(need, ahead, standing)
@@ -139,7 +139,7 @@ class Rotation:
         return [r for r in requests if step - (r.moved_step or r.decoding_since) >= least]
 
     def _may_leave(self, request: Request, policy: OffloadPolicy) -> bool:
-        return Placement.HOST in possible_placements(request, policy, self._memory)
+        return can_finish_in(request, Placement.HOST, policy, self._memory)
 
     def _making_room(
         self, need: int, ahead: Sequence[Request], standing: Standing

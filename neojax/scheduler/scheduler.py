@@ -149,7 +149,8 @@ class Scheduler:
             host0, host1 = host1, host0  # rows of b0 could not grow
         entering = self._entering(choice.entering or ())
         started = self._started(choice.chunks)
-        device = [r for r in device if r.placement is Placement.DEVICE]  # not preempted since
+        if self.num_preemptions > num_preemptions:
+            device = [r for r in device if r.state is RequestState.RUNNING]
         runs = bool(device or host0 or host1 or started or swaps)
         # Rows that lack blocks may have to wait for those that the groups under way hold.
         rolls = bool(entering or self._rolling) and (choice.entering is not None or not runs)
@@ -157,11 +158,11 @@ class Scheduler:
             return None
         self._step = step
         b0 = SubBatch(
-            tuple(self._row(c.request, c.num_tokens) for c in started),
-            tuple(self._row(r, 1) for r in device),
-            tuple(self._row(r, 1) for r in host0),
+            tuple([self._row(c.request, c.num_tokens) for c in started]),
+            tuple([self._row(r, 1) for r in device]),
+            tuple([self._row(r, 1) for r in host0]),
         )
-        b1 = SubBatch(host_decodes=tuple(self._row(r, 1) for r in host1))
+        b1 = SubBatch(host_decodes=tuple([self._row(r, 1) for r in host1]))
         if rolls:
             mode = Mode.ROLLING
         else:
@@ -291,7 +292,7 @@ class Scheduler:
         staying = self._rolling.staying_loads
         return dataclasses.replace(
             offer,
-            group=self._group(host, staying),
+            group=self._group(host, staying) if now.num_rolling else (),
             staying=tuple(staying),
             num_under_way=self._rolling.num_rows,
             steps_parked=step - 1 - self._rolling.advanced_step if self._rolling else 0,
@@ -313,15 +314,13 @@ class Scheduler:
 
         The youngest of the same pool is preempted if need be, whether it is among them or not.
         """
-        limit, memory = self.limits.max_num_batched_tokens, self._memory
-        grown = [
-            r
-            for r in requests[:limit]
-            if r.state is RequestState.RUNNING and (not memory.lacks(r) or self._grow(r))
-        ]
-        return [r for r in grown if r.state is RequestState.RUNNING]
+        requests = requests[: self.limits.max_num_batched_tokens]
+        stuck = {r for r in self._memory.short(requests) if not self._grow(r)}
+        return [r for r in requests if r.state is RequestState.RUNNING and r not in stuck]
 
     def _grow(self, request: Request) -> bool:
+        if request.state is not RequestState.RUNNING:
+            return False  # preempted for one before it
         assert request.placement is not None
         pool = self.pools[request.placement]
         if not pool.num_free and not pool.num_retired:
@@ -378,13 +377,14 @@ class Scheduler:
 
     def _advance(self, plan: Plan) -> None:
         """Requests go on as if the step had run."""
+        step = plan.step
         for row in plan.rows:
             request = row.request
             if row.epoch == request.num_preemptions:
-                request.progress = Progress(row.stop, 0)
+                request.progress = Progress(row.start.token + row.num_tokens, 0)
             if row.samples:
                 request.expect_token()
-            request.served_step = plan.step
+            request.served_step = step
 
     def _row(self, request: Request, n: int) -> Row:
         assert request.slot is not None
@@ -400,7 +400,7 @@ class Scheduler:
             request.slot,
             request.placement,
             request.num_preemptions,
-            tuple(request.blocks[: self._memory.num_blocks(stop)]),
+            self._memory.holding(request, stop),
         )
 
     def _preempt(self, request: Request, reason: str) -> None:

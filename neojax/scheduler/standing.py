@@ -34,10 +34,12 @@ class Standing(NamedTuple):
                 on_host.append(request)
             else:
                 num_device += 1
-            if request.is_decoding:
+            computed = request.progress.token
+            remaining = request.num_tokens - computed
+            if remaining == 1 and computed:  # as `Request.is_decoding`: a step asks hundreds
                 if request.wants_more and request not in moving:
                     decodes[request.placement].append(request)
-            elif request.num_remaining:
+            elif remaining:
                 prefills.append(request)
         return cls(
             decodes[Placement.DEVICE],

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterator
 
-from neojax.scheduler.admission import possible_placements
+from neojax.scheduler.admission import can_finish_in
 from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.memory import Memory
 from neojax.scheduler.offer import Choice, Chunk, Offer
@@ -79,8 +79,8 @@ class Supervision:
         return Choice(chunks, host0, host1, reason)
 
     def _goes_back(self, request: Request, policy: OffloadPolicy) -> bool:
-        return request.is_decoding and Placement.DEVICE in possible_placements(
-            request, policy, self._memory
+        return request.is_decoding and can_finish_in(
+            request, Placement.DEVICE, policy, self._memory
         )
 
     def _fault(self, choice: Choice, offer: Offer) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from neojax.scheduler.admission import possible_placements
+from neojax.scheduler.admission import can_finish_in
 from neojax.scheduler.limits import SchedulerLimits
 from neojax.scheduler.memory import Memory
 from neojax.scheduler.plan import Swap
@@ -109,9 +109,7 @@ class Swapping:
         if self._rotation.is_on:
             movable = self._rotation.behind(step, movable)
         oldest = next(iter(movable), None)
-        if oldest is None or Placement.DEVICE not in possible_placements(
-            oldest, policy, self._memory
-        ):
+        if oldest is None or not can_finish_in(oldest, Placement.DEVICE, policy, self._memory):
             return []
         device = self._memory.pools[Placement.DEVICE]
         need = self._memory.num_blocks(oldest.num_tokens) + standing.num_device
@@ -127,7 +125,7 @@ class Swapping:
         if request.params.kv_placement == Placement.DEVICE.value:
             return False
         if Placement.HOST in policy.placements:
-            return Placement.HOST in possible_placements(request, policy, self._memory)
+            return can_finish_in(request, Placement.HOST, policy, self._memory)
         return True
 
     def _may_move(self, request: Request, step: int) -> bool:
