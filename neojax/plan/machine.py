@@ -66,8 +66,6 @@ class Efficiency:
     """What a layer of its own programs takes longer than one in a program of many."""
     step_s: float = 0.4e-3
     """Embedding, sampling and launches of a sub-batch, without reading the head's weights."""
-    host_call_s: float = 10e-6
-    """Waking the workers and dividing a layer's work."""
     all_reduce_s: float = 10e-6
     """A sum over devices without its bytes; two a layer."""
 
@@ -84,6 +82,8 @@ class HostKernel:
     seconds_per_byte: float
     seconds_per_byte_and_head: float
     bandwidth: float
+    call_s: float
+    """What a layer of a sub-batch takes beside reading K and V."""
 
     def bytes_per_s(self, machine: Machine, group: int) -> float:
         """K and V read per second by all cores."""
@@ -97,12 +97,14 @@ NEOJAX_KERNEL = HostKernel(
     seconds_per_byte=0.05e-9,
     seconds_per_byte_and_head=0.01e-9,
     bandwidth=0.80,
+    call_s=10e-6,  # waking the workers and dividing the work
 )
 NEO_KERNEL = HostKernel(
     name="NEO",  # 3.6 GB/s a core at G=4, 2.2 to 2.8 at G=7 (third party), 9 estimated at G=1
     seconds_per_byte=0.055e-9,
     seconds_per_byte_and_head=0.056e-9,
     bandwidth=0.80,
+    call_s=0.6e-3,  # the launches of a layer, which the paper gives, are the same thread's
 )
 HOST_KERNELS = {"neojax": NEOJAX_KERNEL, "neo": NEO_KERNEL}
 

@@ -89,7 +89,7 @@ class Roofline:
         del rows
         group = self.model.num_heads // self.model.num_kv_heads
         rate = self.kernel.bytes_per_s(self.machine, group)
-        return self.efficiency.host_call_s + context * self._kv_layer_bytes / rate
+        return self.kernel.call_s + context * self._kv_layer_bytes / rate
 
     def hop(self, rows: float) -> float:
         """q, k and v down, the output up."""

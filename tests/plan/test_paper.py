@@ -45,6 +45,19 @@ def test_too_few_requests_to_reach_a_bound_are_said_so():
         paper.rate_under(scenario, "full", point, num_requests=20, seed=0)
 
 
+def test_hosts_in_another_order_than_the_papers_are_named():
+    small, large = (
+        next(p for p in paper.FIGURE_10A if p.machine == f"a10g-g5.{size}xlarge" and p.gain > 1.1)
+        for size in (4, 8)
+    )
+    assert small.workload == large.workload
+    outcomes = [paper.Outcome(small, 2.0, 2.8), paper.Outcome(large, 2.0, 2.6)]
+    (line,) = paper.misordered(outcomes)
+    assert line.startswith("1000/100~0.1: a10g-g5.4xlarge 1.400, a10g-g5.8xlarge 1.300; ")
+    assert not list(paper.misordered(outcomes[:1]))
+    assert [bool(outcome.likely_cause) for outcome in outcomes] == [True, False]
+
+
 def test_an_unknown_figure_is_refused_with_the_names():
     with pytest.raises(SystemExit, match="figures are 6, 10a, t4, not 9"):
         paper.main(["--figures", "9"])

@@ -69,8 +69,9 @@ def test_only_those_run_that_have_waited_too_long_and_none_waits_longer(can_mix:
 
 
 def test_room_for_them_is_made_by_the_prefill():
-    limits = {"max_num_batched_tokens": 32, "max_model_len": 1024, "num_device_blocks": 256}
-    scheduler = make_scheduler(Never(), **limits)
+    scheduler = make_scheduler(
+        Never(), max_num_batched_tokens=32, max_model_len=1024, num_device_blocks=256
+    )
     scheduler.add(make_request(0, 16, 900, "device"))
     run_step(scheduler)
     scheduler.add(make_request(1, 16, 10, "host"))
@@ -123,9 +124,15 @@ def test_neo_serves_first_who_has_waited_for_half_of_that():
 
 
 def test_neo_keeps_room_to_move_a_full_device_to_the_host():
-    limits = {"max_num_seqs": 24, "max_num_batched_tokens": 256, "can_swap": True}
     scheduler = make_scheduler(
-        Neo(), make_tables(), num_device_blocks=32, num_host_blocks=64, scratch_tokens=512, **limits
+        Neo(),
+        make_tables(),
+        max_num_seqs=24,
+        max_num_batched_tokens=256,
+        num_device_blocks=32,
+        num_host_blocks=64,
+        scratch_tokens=512,
+        can_swap=True,
     )
     for index in range(40):
         scheduler.add(make_request(index, 20, 60))
