@@ -96,11 +96,11 @@ class Predictor:
         # Steps of like sizes follow each other, and a step's candidates have the same decodes and
         # all chunks but the last one. Host rows are hardly ever the same.
         remember = functools.lru_cache(maxsize=4096)
-        self._linear_s = remember(lambda mode, num_rows: tables.linear[mode](num_rows))
+        self._linear_s = remember(self._linear)
         self._hop_s = remember(tables.hop)
         self._chunk_s = remember(tables.prefill_attention)
         self._decode_s = remember(tables.device_decode)
-        self._per_step_s = remember(lambda mode, num_rows: tables.per_step[mode](num_rows))
+        self._per_step_s = remember(self._per_step)
 
         self.knee_tokens = self._knee_tokens()
         """Rows with which a linear stage takes half as long again as with one: arithmetic counts
@@ -247,6 +247,12 @@ class Predictor:
             per_step_s=self._per_step_s(mode, b0.num_rows) + self._per_step_s(mode, b1.num_rows),
             device_only_s=device_only_s,
         )
+
+    def _linear(self, mode: Mode, num_rows: int) -> float:
+        return self.tables.linear[mode](num_rows)
+
+    def _per_step(self, mode: Mode, num_rows: int) -> float:
+        return self.tables.per_step[mode](num_rows)
 
     def _even_rows(self) -> tuple[int, ...]:
         linear = self.tables.linear[Mode.DEVICE_ONLY]

@@ -31,7 +31,7 @@ class Prefills:
     least_tokens: prefill is not cut smaller to fill a bucket; None: it is not cut to fill one.
     """
 
-    def __init__(self, offer: Offer, predictor: Predictor, least_tokens: int | None) -> None:
+    def __init__(self, offer: Offer, predictor: Predictor, least_tokens: float | None) -> None:
         self._offer = offer
         self._predictor = predictor
         self._least_tokens = least_tokens
