@@ -97,6 +97,7 @@ class _Choosing:
             context = (decode_context + self.contexts[-1]) / max(1, known)
             rows = now.outlook.num_device_rows
             self.token_s = decode_token_s(predictor, self.num_decodes, context, rows)
+        self.serves_host = now.outlook.num_host_rows > 0
         self.prompt_token_s = now.outlook.prompt_token_s
 
     def best(self) -> Choice:
@@ -110,8 +111,9 @@ class _Choosing:
             return max(rolling, key=lambda c: c[0])[1]
         must_store = bool(offer.chunks) and offer.chunks[0].placement is Placement.HOST
         alone = _Candidate(0.0, self.prefills.of(0))
-        # Not where the prompt at the head is to go to the host.
-        if not must_store:
+        num_late = min(offer.num_late, offer.num_tokens) if self.serves_host else 0
+        # Not where the prompt at the head is to go to the host, nor where rows there are late.
+        if not (must_store or num_late):
             for prefill in self.prefills.sizes(offer.num_tokens, device_only=True):
                 if not prefill.load.num_rows:
                     continue
@@ -122,7 +124,8 @@ class _Choosing:
         best = alone
         most = min(len(offer.host_decodes), offer.num_tokens)
         last = 0.0
-        for num_rows in sorted({*_halvings(most), self._hidden_rows(most)}, reverse=True):
+        counts = {*_halvings(most), self._hidden_rows(most), num_late}
+        for num_rows in sorted((n for n in counts if n >= num_late), reverse=True):
             candidates = [self._with_host(p, num_rows) for p in self._prefills_beside(num_rows)]
             here = max(candidates, key=lambda c: c.worth, default=_Candidate(0.0, alone.prefill))
             if here.worth > best.worth:

@@ -39,6 +39,9 @@ class Offer:
     block_size: int
     num_due: int = 0
     """The first of host_decodes that should run soon: after another such time they must."""
+    num_late: int = 0
+    """The first of host_decodes that would not get their tokens within the target if they did not
+    run in this step."""
     group: tuple[Request, ...] = ()
     """Host rows that would enter a ROLLING step together; none where the policy does not roll."""
     staying: tuple[tuple[int, int], ...] = ()

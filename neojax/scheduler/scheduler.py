@@ -29,6 +29,7 @@ from neojax.scheduler.situation import Situation
 from neojax.scheduler.standing import Standing
 from neojax.scheduler.supervision import Supervision
 from neojax.scheduler.swapping import Swapping
+from neojax.scheduler.waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Scheduler:
         self._group_size = (
             GroupSize(None, limits) if self._forecast is None else self._forecast.group_size
         )
+        self._waits = Waits(limits)
         self._requests: dict[str, Request] = {}
         self._moves: list[Move] = []  # since the newest plan
         self._step = 0  # newest step given out
@@ -181,7 +183,9 @@ class Scheduler:
         if self._forecast is not None:
             groups = self._rolling.loads if rolls else ()
             plan = dataclasses.replace(plan, prediction=self._forecast.of(plan, groups))
-        self._swapping.pass_time(plan.prediction.step_s if plan.prediction else None)
+        step_s = None if plan.prediction is None else plan.prediction.step_s
+        self._swapping.pass_time(step_s)
+        self._waits.pass_time(step_s or 0.0)
         self._advance(plan)
         return plan
 
@@ -286,7 +290,10 @@ class Scheduler:
             host = sorted(standing.host_decodes, key=operator.attrgetter("served_step"))
         admission = Admission(self.policy, self._memory, now, standing)
         chunks = admission.chunks(itertools.chain(standing.prefills, self.waiting), budget)
-        offer = Offer(tuple(device), tuple(host), tuple(chunks), budget, self.limits.block_size)
+        offer = Offer(
+            tuple(device), tuple(host), tuple(chunks), budget, self.limits.block_size,
+            num_late=self._waits.num_late(host, step),
+        )  # fmt: skip
         if not self.limits.rolling_rows:
             return offer
         staying = self._rolling.staying_loads
