@@ -55,12 +55,38 @@ Attend: TypeAlias = Callable[
 ]
 
 
+Append: TypeAlias = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+]
+
+
+def append(
+    k_pool: Float[Array, "P p K H"],
+    v_pool: Float[Array, "P p K H"],
+    slots: Int[Array, "T"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+) -> tuple[Float[Array, "P p K H"], Float[Array, "P p K H"]]:
+    """Write K and V of tokens to their slots (block * p + offset) of both pools, in plain XLA.
+
+    Slots are distinct, but for those of P * p or more, which are dropped (padding); none is
+    negative.
+    """
+
+    def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        flat = pool.reshape(-1, *pool.shape[2:])
+        return flat.at[slots].set(rows.astype(pool.dtype), mode="drop").reshape(pool.shape)
+
+    return write(k_pool, k), write(v_pool, v)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)  # jax.jit refers weakly
 class DeviceAttention:
-    """Attends for all device tokens of a step. K/V of those tokens are already in the pool."""
+    """Writes K/V of a step's device tokens to the pools, then attends for all of them."""
 
     name: Implementation
     attend: Attend
+    append: Append = append
 
     def __call__(
         self,
@@ -71,7 +97,9 @@ class DeviceAttention:
         decodes: Decodes | None,
         new: NewRows | None = None,
     ) -> Float[Array, "T N H"]:
-        """Rows of no tile and no decode are zero; if they lie between tiles, anything.
+        """Attention of all device tokens, whose K/V are already in the pools.
+
+        Rows of no tile and no decode are zero; if they lie between tiles, anything.
 
         A step of decode rows alone may leave out the tiles; its rows start at token 0, and gather
         and scatter of rows are saved. Where `new` is at hand, attention within a sequence's first
@@ -113,14 +141,6 @@ def scale(head_dim: int) -> float:
     return head_dim**-0.5
 
 
-def append(
-    pool: Float[Array, "P p K H"], slots: Int[Array, "T"], rows: Float[Array, "T K H"]
-) -> Float[Array, "P p K H"]:
-    """Write rows to slots (block * p + offset); a slot of P * p is dropped (padding)."""
-    flat = pool.reshape(-1, *pool.shape[2:])
-    return flat.at[slots].set(rows.astype(pool.dtype), mode="drop").reshape(pool.shape)
-
-
 def num_tiles(num_tokens: int, max_chunks: int) -> int:
     """Tiles that suffice for so many tokens in up to `max_chunks` sequences."""
     return min(num_tokens, num_tokens // TILE + min(max_chunks, num_tokens))
@@ -142,7 +162,7 @@ def with_decodes(
     decodes: Decodes,
     num_tokens: int,
 ) -> Float[Array, "T N H"]:
-    """`out`, None without tiles, with the decode rows' results; rows of length 0 are zero."""
+    """`out` with the decode rows' results, but for rows of length 0; without it, all of `rows`."""
     num_rows = len(rows)
     if out is None:
         return jnp.pad(rows, ((0, num_tokens - num_rows), (0, 0), (0, 0)))

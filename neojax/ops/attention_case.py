@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from neojax.ops import attention, attention_ref
-from neojax.ops.attention import Decodes, Geometry, NewRows, Tiles
+from neojax.ops.attention import Append, Decodes, Geometry, NewRows, Tiles
 
 
 class Case(NamedTuple):
@@ -89,6 +89,22 @@ def make(
         token += n
     new = NewRows(*(jnp.asarray(x, geometry.dtype) for x in new64))
     return Case(q, k_pool, v_pool, tiles, rows, new, expected)
+
+
+def writes_alike(append: Append, case: Case, seed: int = 0) -> bool:
+    """Whether the case's new rows, half of them padding, get where `attention.append` puts them.
+
+    Other slots must keep what they hold.
+    """
+    num_slots = case.k_pool.shape[0] * case.k_pool.shape[1]
+    num_tokens = len(case.q)
+    slots = np.random.default_rng(seed).permutation(max(2 * num_slots, num_tokens))[:num_tokens]
+    arguments = (case.k_pool, case.v_pool, jnp.asarray(slots, jnp.int32), *case.new)
+    pairs = zip(append(*arguments), attention.append(*arguments), strict=True)
+    return all(
+        np.array_equal(*(np.asarray(pool.astype(jnp.float32)) for pool in pair), equal_nan=True)
+        for pair in pairs
+    )
 
 
 def layout(

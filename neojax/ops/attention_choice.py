@@ -9,8 +9,8 @@ import warnings
 import jax
 import numpy as np
 
-from neojax.ops import attention_case, attention_xla
-from neojax.ops.attention import Attend, DeviceAttention, Geometry, Implementation
+from neojax.ops import attention, attention_case, attention_xla
+from neojax.ops.attention import Append, Attend, DeviceAttention, Geometry, Implementation
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ TEST_WINDOW = 48
 def choose(implementation: Implementation | None, geometry: Geometry | None) -> DeviceAttention:
     """See `attention.device_attention`."""
     is_gpu = jax.default_backend() == "gpu"
-    xla = DeviceAttention("xla", load("xla", None if geometry is None else geometry.window))
+    xla = assemble("xla", None if geometry is None else geometry.window)
     if implementation == "xla" or (implementation is None and not is_gpu):
         return xla
     reasons = []
@@ -37,7 +37,7 @@ def choose(implementation: Implementation | None, geometry: Geometry | None) -> 
             reason = _failure(name, geometry)
             if reason is None:
                 logger.info("Device attention: %s.", name)
-                return DeviceAttention(name, load(name, geometry.window))
+                return assemble(name, geometry.window)
         reasons.append(f"{name}: {reason}")
     if implementation is not None:
         raise ValueError(
@@ -46,6 +46,24 @@ def choose(implementation: Implementation | None, geometry: Geometry | None) -> 
         )
     logger.warning("Device attention: xla, which is slow on a GPU (%s).", "; ".join(reasons))
     return xla
+
+
+def assemble(name: Implementation, window: int | None = None) -> DeviceAttention:
+    """An implementation, unchecked, with what writes its pools."""
+    return DeviceAttention(name, load(name, window), load_append(name))
+
+
+def load_append(name: Implementation) -> Append:
+    """What writes K and V where this implementation attends."""
+    if name == "xla":
+        return attention.append
+    if name == "pallas":
+        from neojax.ops import paged_append
+
+        return paged_append.append
+    from neojax.ops import attention_cudnn
+
+    return attention_cudnn.append
 
 
 def load(name: Implementation, window: int | None = None, *, is_test: bool = False) -> Attend:
@@ -105,8 +123,11 @@ def _failure(name: Implementation, geometry: Geometry) -> str | None:
             warnings.simplefilter("ignore", DeprecationWarning)  # Pallas's, of its backend
             out = jax.jit(load(name, geometry.window, is_test=True))(*case.arguments)
             error = case.error(out)
+            writes = attention_case.writes_alike(jax.jit(load_append(name)), case)
     except Exception as e:  # whatever a private or deprecated interface may raise
         return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+    if not writes:
+        return "it writes other keys and values to the pools than XLA does"
     if error < TOLERANCE:
         return None
     return f"its results differ from the reference by {error:.2g} (tolerance {TOLERANCE:g})"

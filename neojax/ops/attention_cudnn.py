@@ -16,12 +16,24 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Array, Float, Int
 
-from neojax.ops import attention, attention_pallas
+from neojax.ops import attention, attention_pallas, paged_append
 from neojax.ops.attention import Decodes, NewRows, Tiles
 from neojax.ops.paged_prefill import prefill
 
 MIN_TOKENS = 2048
 """Smaller steps gain less than the launches of more kernels cost (H200: even at 1500)."""
+
+
+def append(
+    k_pool: Float[Array, "P p K H"],
+    v_pool: Float[Array, "P p K H"],
+    slots: Int[Array, "T"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+) -> tuple[Float[Array, "P p K H"], Float[Array, "P p K H"]]:
+    """See `attention.append`. Where cuDNN attends, k and v lie in memory for it."""
+    is_apart = len(k) >= MIN_TOKENS
+    return paged_append.append(k_pool, v_pool, slots, k, v, is_apart=is_apart)
 
 
 def attend(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from neojax.ops import attention
 from neojax.ops.attention import Decodes, NewRows, Tiles
-from neojax.ops.paged_decode import decode
+from neojax.ops.paged_decode import decode, num_spans
 from neojax.ops.paged_prefill import prefill
 
 
@@ -45,7 +45,14 @@ def add_decodes(
     interpret: bool = False,
 ) -> Float[Array, "T N H"]:
     """`out`, None without tiles, with the decode rows attended."""
+    spans = num_spans(decodes, *k_pool.shape[1:3])
     with jax.named_scope("decode_attention"):
+        if out is not None and spans == 1:
+            return decode(
+                q, k_pool, v_pool, decodes, out, window=window, spans=1, interpret=interpret
+            )
         rows = attention.decode_queries(q, tiles, decodes)
-        rows = decode(rows, k_pool, v_pool, decodes, window=window, interpret=interpret)
+        rows = decode(
+            rows, k_pool, v_pool, decodes, window=window, spans=spans, interpret=interpret
+        )
         return attention.with_decodes(out, rows, decodes, len(q))

@@ -41,7 +41,8 @@ def tuning_for(head_dim: int) -> Tuning:
     device = jax.local_devices()[0]
     fits = getattr(device, "compute_capability", None) in LARGE_SHARED_MEMORY
     keys = (2 if fits else 1) * TUNING.keys * 128 // max(head_dim, 128)
-    return TUNING._replace(keys=keys)
+    # Queries and three stages of a larger head would not fit.
+    return TUNING._replace(keys=keys, stages=3 if head_dim <= 128 else 2)
 
 
 def prefill(
@@ -128,56 +129,61 @@ def _prefill_kernel(
     # The last tiles of a chunk have the most keys: they start first.
     i = num_tiles - pl.program_id(1)
     count, num_done = count_ref[0], count_ref[1]
-    is_used = i < count
     at = jnp.minimum(i, num_tiles - 1)
+    length, position, first_token = length_ref[at], position_ref[at], token_ref[at]
     rows = jnp.arange(tile * heads.per_program, dtype=jnp.int32)
     token, slot = rows // heads.per_program, rows % heads.per_program
 
-    stride = num_tiles + 1 - count
+    # Tiles without a token leave at once: where cuDNN has attended, that may be all of them.
+    @pl.when(i >= count)
+    def clear() -> None:
+        stride = num_tiles + 1 - count
 
-    def clear(b: jax.Array, carry: None) -> None:
-        tokens = num_done + (i - count + b * stride) * tile + token
-        where, exists = heads.rows(program, tokens, slot, tokens < num_tokens)
+        def clear_block(b: jax.Array, carry: None) -> None:
+            tokens = num_done + (i - count + b * stride) * tile + token
+            where, exists = heads.rows(program, tokens, slot, tokens < num_tokens)
+            mask = columns_of(exists, heads.head_dim)
+            zeros = jnp.zeros((rows.shape[0], heads.head_dim), o_ref.dtype)
+            plgpu.store(block_of(o_ref, where), zeros, mask=mask)
+
+        blocks = pl.cdiv(num_tokens - num_done, tile) - (i - count)
+        lax.fori_loop(0, pl.cdiv(blocks, stride), clear_block, None)
+
+    @pl.when((i < count) & (length > 0))
+    def attend() -> None:
+        where, exists = heads.rows(program, first_token + token, slot, token < length)
         mask = columns_of(exists, heads.head_dim)
-        zeros = jnp.zeros((rows.shape[0], heads.head_dim), o_ref.dtype)
-        plgpu.store(block_of(o_ref, where), zeros, mask=mask)
-
-    blocks = pl.cdiv(num_tokens - num_done, tile) - (i - count)
-    lax.fori_loop(0, jnp.where(is_used, 0, pl.cdiv(blocks, stride)), clear, None)
-
-    length = jnp.where(is_used, length_ref[at], 0)
-    position = position_ref[at]
-    where, exists = heads.rows(program, token_ref[at] + token, slot, token < length)
-    mask = columns_of(exists, heads.head_dim)
-    q = plgpu.load(block_of(q_ref, where), mask=mask, other=0.0)
-    stop = jnp.where(length > 0, position + length, 0)
-    accumulate = Accumulate(
-        q,
-        attention.scale(heads.head_dim) * LOG2E,
-        PagedRows(
-            k_ref,
-            v_ref,
-            tables_ref,
-            row_ref[at],
-            heads.kv_head(program),
-            heads.head_dim,
-            block_size,
-            keys,
-        ),
-        window,
-    )
-    masked = functools.partial(accumulate.masked, position + token, stop)
-    carry = accumulate.start()
-    # Blocks that every query of the tile sees whole need no mask.
-    whole = jnp.where(length > 0, (position + 1) // keys, 0)
-    first = 0
-    if window is not None:
-        left = jnp.maximum(position + 1 - window, 0) // keys  # the first query's first block
-        first = jnp.maximum(pl.cdiv(jnp.maximum(stop - window, 0), keys), left)
-        whole = jnp.maximum(whole, first)
-        carry = lax.fori_loop(left, jnp.minimum(first, pl.cdiv(stop, keys)), masked, carry)
-    carry = lax.fori_loop(first, whole, accumulate.whole, carry)
-    carry = lax.fori_loop(whole, pl.cdiv(stop, keys), masked, carry)
-    _, total, acc = carry
-    o = acc / jnp.maximum(total, 1e-30)[:, None]
-    plgpu.store(block_of(o_ref, where), o.astype(o_ref.dtype), mask=mask)
+        q = plgpu.load(block_of(q_ref, where), mask=mask, other=0.0)
+        stop = position + length
+        accumulate = Accumulate(
+            q,
+            attention.scale(heads.head_dim) * LOG2E,
+            PagedRows(
+                k_ref,
+                v_ref,
+                tables_ref,
+                row_ref[at],
+                heads.kv_head(program),
+                heads.head_dim,
+                block_size,
+                keys,
+            ),
+            window,
+            looks_ahead=True,
+        )
+        masked = functools.partial(accumulate.masked, position + token, stop)
+        # Blocks that every query of the tile sees whole need no mask.
+        whole, stop_block = (position + 1) // keys, pl.cdiv(stop, keys)
+        if window is None:
+            first = 0
+            carry = accumulate.start(first)
+        else:
+            left = jnp.maximum(position + 1 - window, 0) // keys  # the first query's first block
+            first = jnp.maximum(pl.cdiv(jnp.maximum(stop - window, 0), keys), left)
+            whole = jnp.maximum(whole, first)
+            carry = accumulate.start(left)
+            carry = lax.fori_loop(left, jnp.minimum(first, stop_block), masked, carry)
+        carry = lax.fori_loop(first, whole, accumulate.whole, carry)
+        _, _, total, acc = lax.fori_loop(whole, stop_block, masked, carry)
+        o = acc / jnp.maximum(total, 1e-30)[:, None]
+        plgpu.store(block_of(o_ref, where), o.astype(o_ref.dtype), mask=mask)

@@ -1,4 +1,4 @@
-"""What both Pallas kernels are made of: query heads shared out, pages read, an online softmax."""
+"""What the Pallas kernels are made of: query heads shared out, pages read, an online softmax."""
 
 from __future__ import annotations
 
@@ -98,61 +98,94 @@ class PagedRows(NamedTuple):
     block_size: int
     keys: int
 
-    def load(self, block: jax.Array, stop: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """k, v [keys, H]; v is zero from position `stop` on.
+    def positions(self, block: jax.Array | int) -> jax.Array:
+        """Those of a block of keys."""
+        return block * self.keys + jnp.arange(self.keys, dtype=jnp.int32)
+
+    def slots(self, block: jax.Array | int) -> jax.Array:
+        """Where a block of keys lies in the pool."""
+        positions = self.positions(block)
+        last = self.tables_ref.shape[1] - 1
+        pages = self.tables_ref[self.row, jnp.minimum(positions // self.block_size, last)]
+        return pages * self.block_size + positions % self.block_size
+
+    def load(
+        self, slots: jax.Array, is_written: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """k, v [keys, H]; v is zero where nothing is written.
 
         Slots never written may hold anything, NaN too, and 0 * NaN would poison the row.
         """
-        positions = block * self.keys + jnp.arange(self.keys, dtype=jnp.int32)
-        last = self.tables_ref.shape[1] - 1
-        pages = self.tables_ref[self.row, jnp.minimum(positions // self.block_size, last)]
-        slots = pages * self.block_size + positions % self.block_size
         first = self.kv_head * self.head_dim
         k = plgpu.load(block_of(self.k_ref, slots, first, self.head_dim))
         v_block = block_of(self.v_ref, slots, first, self.head_dim)
-        if stop is None:
+        if is_written is None:
             return k, plgpu.load(v_block)
-        return k, plgpu.load(v_block, mask=columns_of(positions < stop, self.head_dim), other=0.0)
+        return k, plgpu.load(v_block, mask=columns_of(is_written, self.head_dim), other=0.0)
+
+
+class Carry(NamedTuple):
+    """What a step of the online softmax hands to the next."""
+
+    slots: jax.Array | None  # int32[keys] of the block to come, where that is looked up ahead
+    top: jax.Array  # float32[R] largest scaled score
+    total: jax.Array  # float32[R] sum of weights
+    acc: jax.Array  # float32[R, H] weighted sum of values
 
 
 class Accumulate(NamedTuple):
-    """Online softmax over blocks of keys. The carry is (top, total, acc), all float32."""
+    """Online softmax over consecutive blocks of keys.
+
+    Where it looks ahead, a step looks up the slots of the next. Loads of K and V whose addresses
+    are loaded in the same step are issued behind the step before, and its successor waits for
+    them at once; with their addresses at hand they are issued as many steps ahead as there are
+    stages, each of which takes shared memory.
+    """
 
     q: jax.Array  # [R, H]
     scale: float  # of scores, for base-2 exponentials; applied late, where it fuses with a sum
     kv: PagedRows
     window: int | None  # tokens that each row looks back; None: all
+    looks_ahead: bool
 
-    def start(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def start(self, block: jax.Array | int) -> Carry:
+        """Before the first block."""
         rows, head_dim = self.q.shape
-        return (
+        return Carry(
+            self.kv.slots(block) if self.looks_ahead else None,
             jnp.full(rows, NEG, jnp.float32),
             jnp.zeros(rows, jnp.float32),
             jnp.zeros((rows, head_dim), jnp.float32),
         )
 
-    def whole(self, block: jax.Array, carry: Any) -> Any:
+    def whole(self, block: jax.Array, carry: Carry) -> Carry:
         """A block that every row sees."""
-        k, v = self.kv.load(block)
-        return self._add(self._scores(k), v, carry)
+        k, v = self.kv.load(self._slots(block, carry))
+        return self._add(self._scores(k), v, block, carry)
 
-    def masked(self, positions: jax.Array, stop: jax.Array, block: jax.Array, carry: Any) -> Any:
+    def masked(
+        self, positions: jax.Array, stop: jax.Array, block: jax.Array, carry: Carry
+    ) -> Carry:
         """A block that each row sees up to its position, within its window."""
-        k, v = self.kv.load(block, stop)
-        keys = block * self.kv.keys + jnp.arange(self.kv.keys, dtype=jnp.int32)
+        keys = self.kv.positions(block)
+        k, v = self.kv.load(self._slots(block, carry), keys < stop)
         visible = keys[None, :] <= positions[:, None]
         if self.window is not None:
             visible &= keys[None, :] > positions[:, None] - self.window
-        return self._add(jnp.where(visible, self._scores(k), NEG), v, carry)
+        return self._add(jnp.where(visible, self._scores(k), NEG), v, block, carry)
+
+    def _slots(self, block: jax.Array, carry: Carry) -> jax.Array:
+        return self.kv.slots(block) if carry.slots is None else carry.slots
 
     def _scores(self, k: jax.Array) -> jax.Array:
         return plgpu.dot(self.q, k, trans_b=True)
 
-    def _add(self, s: jax.Array, v: jax.Array, carry: Any) -> Any:
-        top, total, acc = carry
+    def _add(self, s: jax.Array, v: jax.Array, block: jax.Array, carry: Carry) -> Carry:
+        _, top, total, acc = carry
         new_top = jnp.maximum(jnp.maximum(top, NOTHING_SEEN), s.max(axis=1) * self.scale)
         weights = jnp.exp2(s * self.scale - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + weights.sum(axis=1)
         acc = acc * shrink[:, None] + plgpu.dot(weights.astype(v.dtype), v)
-        return new_top, total, acc
+        slots = self.kv.slots(block + 1) if self.looks_ahead else None
+        return Carry(slots, new_top, total, acc)

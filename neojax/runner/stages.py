@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from neojax.models.decoder import Decoder
-from neojax.ops import attention, host_attention
+from neojax.ops import host_attention
 from neojax.ops.attention import Decodes, DeviceAttention, NewRows, Tiles
 from neojax.runner import logit_state, sampling
 from neojax.runner.logit_state import LogitState
@@ -228,22 +228,12 @@ class Stages:
         prefix = host_attention.fetch(hdr, scratch.k, scratch.v, lane=lane)
         q, k, v = self._split(rows)
         # [S, K, H]: the library's call takes it as it is (a reshape would cost a copy); as a pool
-        # of blocks it is seen only by the attention.
-        scratch = KV(
-            *(
-                pool.at[meta.scratch_slots].set(new, mode="drop")
-                for pool, new in zip(prefix, (k, v), strict=True)
-            )
-        )
+        # of blocks it is seen only by what appends and attends.
         paged = (-1, self.layout.block_size, *scratch.k.shape[1:])
-        host = self.attend_device(
-            q,
-            scratch.k.reshape(paged),
-            scratch.v.reshape(paged),
-            meta.host_tiles,
-            None,
-            NewRows(k, v),
-        )
+        kv = KV(*(pool.reshape(paged) for pool in prefix))
+        kv = self.append(kv, meta.scratch_slots, k, v)
+        host = self.attend_device(q, kv.k, kv.v, meta.host_tiles, None, NewRows(k, v))
+        scratch = KV(*(pool.reshape(scratch.k.shape) for pool in kv))
         is_host = meta.scratch_slots < self.layout.num_scratch_slots
         return scratch, jnp.where(is_host[:, None, None], host, attended), done
 
@@ -281,7 +271,7 @@ class Stages:
     def append(self, kv: KV, slots: Int[Array, "T"], k: jax.Array, v: jax.Array) -> KV:
         """K and V of the device tokens, written to their slots of the pool."""
         with jax.named_scope("append"):
-            return KV(attention.append(kv.k, slots, k), attention.append(kv.v, slots, v))
+            return KV(*self.attend_device.append(kv.k, kv.v, slots, k, v))
 
     def _split(self, rows: Float[Array, "T qkv"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, N, H], k [T, K, H], v [T, K, H] of the device tokens."""

@@ -42,10 +42,12 @@ def jitted(implementation: Implementation, geometry: Geometry) -> Callable[..., 
     return jax.jit(attention_choice.load(implementation, geometry.window, is_test=True))
 
 
+# So many rows that a program attends for all of a row's keys, or few.
+@pytest.mark.parametrize("max_rows", [512, 8])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("implementation", ["cudnn", "pallas", "xla"])
-def test_matches_reference(implementation, geometry, step):
+def test_matches_reference(implementation, geometry, step, max_rows):
     case = attention_case.make(
         np.random.default_rng(),
         geometry,
@@ -53,6 +55,7 @@ def test_matches_reference(implementation, geometry, step):
         num_tokens=600,
         table_width=-(-800 // geometry.block_size),
         num_blocks=200,
+        max_rows=max_rows,
     )
     assert case.error(jitted(implementation, geometry)(*case.arguments)) < TOLERANCE
 
@@ -79,6 +82,24 @@ def test_a_step_of_decodes_alone_needs_no_tiles():
     attend = jax.jit(attention.device_attention(None, geometry))
     out = attend(case.q, case.k_pool, case.v_pool, None, case.decodes)
     assert case.error(out) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 300, 2048])
+@pytest.mark.parametrize("geometry", GEOMETRIES[:4], ids=str)
+@pytest.mark.parametrize("implementation", ["cudnn", "pallas"])
+def test_keys_and_values_are_written_as_xla_writes_them(implementation, geometry, num_tokens):
+    width = -(-num_tokens // geometry.block_size)
+    case = attention_case.make(
+        np.random.default_rng(),
+        geometry,
+        [(0, num_tokens)],
+        [],
+        num_tokens=num_tokens,
+        table_width=width,
+        num_blocks=width + 3,
+    )
+    append = jax.jit(attention_choice.load_append(implementation))
+    assert attention_case.writes_alike(append, case)
 
 
 def test_float32_is_left_to_xla(caplog):

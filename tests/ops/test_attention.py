@@ -17,7 +17,9 @@ from neojax.ops import (
     attention_cudnn,
     attention_pallas,
     attention_xla,
+    paged_append,
     paged_decode,
+    paged_prefill,
 )
 from neojax.ops.attention import Geometry
 from tests.ops.gap import step_with_a_gap
@@ -119,6 +121,24 @@ def test_spans_of_one_sequence_are_merged(window):
         assert case.error(out) < TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("decodes", [[], [5, 64, 33]])
+def test_decode_rows_take_their_places_among_other_tokens(decodes):
+    case = attention_case.make(
+        np.random.default_rng(6),
+        Geometry(4, 2, 16, 16, "float32"),
+        [(20, 33), (0, 2)],
+        decodes,
+        num_tokens=48,
+        table_width=4,
+        num_blocks=20,
+    )
+    prefilled = paged_prefill.prefill(case.q, case.k_pool, case.v_pool, case.tiles, interpret=True)
+    out = paged_decode.decode(
+        case.q, case.k_pool, case.v_pool, case.decodes, prefilled, interpret=True
+    )
+    assert case.error(out) < TOLERANCE["float32"]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_other_tokens_may_lie_between_chunks(implementation):
     case, tiles = step_with_a_gap(Geometry(4, 2, 16, 16, "float32"))
@@ -145,9 +165,54 @@ def test_the_choice_on_the_cpu_is_silent(caplog):
     assert not caplog.records
 
 
+APPEND_GEOMETRIES = [
+    Geometry(4, 4, 16, 16, "float32"),
+    Geometry(9, 3, 16, 48, "float16"),
+    Geometry(8, 1, 64, 16, "bfloat16"),
+    Geometry(12, 6, 128, 32, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 160])
+@pytest.mark.parametrize("geometry", APPEND_GEOMETRIES, ids=str)
+def test_the_kernel_writes_what_a_scatter_writes(geometry, num_tokens, is_apart):
+    case = attention_case.make(
+        np.random.default_rng(num_tokens),
+        geometry,
+        [(0, num_tokens)],
+        [],
+        num_tokens=num_tokens,
+        table_width=10,
+        num_blocks=11,
+    )
+    for elements in (paged_append.ELEMENTS, 64):
+        append = functools.partial(
+            paged_append.append, is_apart=is_apart, elements=elements, interpret=True
+        )
+        assert attention_case.writes_alike(append, case)
+
+
+def test_a_write_to_another_slot_is_noticed():
+    case = attention_case.make(
+        np.random.default_rng(0),
+        APPEND_GEOMETRIES[0],
+        [(0, 9)],
+        [],
+        num_tokens=9,
+        table_width=4,
+        num_blocks=4,
+    )
+
+    def shifted(k_pool, v_pool, slots, k, v):
+        return attention.append(k_pool, v_pool, slots + 1, k, v)
+
+    assert not attention_case.writes_alike(shifted, case)
+
+
 def test_padding_rows_are_dropped_by_append():
     pool = jnp.zeros((2, 16, 1, 8))
     rows = jnp.ones((3, 1, 8))
-    out = attention.append(pool, jnp.asarray([5, 32, 32]), rows)
-    assert float(out.sum()) == 8
-    assert float(out[0, 5].sum()) == 8
+    k, v = attention.append(pool, pool, jnp.asarray([5, 32, 32]), rows, 2 * rows)
+    assert (float(k.sum()), float(v.sum())) == (8, 16)
+    assert (float(k[0, 5].sum()), float(v[0, 5].sum())) == (8, 16)
