@@ -110,11 +110,13 @@ ffi::Error StoreImpl(CudaStream stream, ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
   });
 }
 
-ffi::Error FetchImpl(CudaStream stream, ffi::AnyBuffer hdr, ffi::AnyBuffer k,
-                     ffi::AnyBuffer v, int64_t lane_id,
-                     ffi::Result<ffi::AnyBuffer> k_out,
-                     ffi::Result<ffi::AnyBuffer> v_out) {
-  return Guarded(kFetchTarget, [&]() -> Error {
+ffi::Error StartFetchImpl(CudaStream stream, ffi::AnyBuffer hdr,
+                          ffi::AnyBuffer k, ffi::AnyBuffer v,
+                          ffi::AnyBuffer tie, int64_t lane_id,
+                          ffi::Result<ffi::AnyBuffer> k_out,
+                          ffi::Result<ffi::AnyBuffer> v_out,
+                          ffi::Result<ffi::AnyBuffer> tie_out) {
+  return Guarded(kStartFetchTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     Error e = FindCudaLane(lane_id, &lane);
@@ -122,9 +124,29 @@ ffi::Error FetchImpl(CudaStream stream, ffi::AnyBuffer hdr, ffi::AnyBuffer k,
     e = CheckFetch(hdr, k, v, *lane, &dtype);
     if (e.empty()) e = PassTie(stream, k, k_out, *lane);
     if (e.empty()) e = PassTie(stream, v, v_out, *lane);
+    if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
     if (!e.empty()) return e;
-    return lane->cuda()->FetchTokens(stream, At(hdr), At(k_out), At(v_out),
-                                     dtype, k.dimensions()[0]);
+    return lane->cuda()->StartFetch(stream, At(hdr), At(k_out), At(v_out),
+                                    dtype, k.dimensions()[0]);
+  });
+}
+
+ffi::Error JoinFetchImpl(CudaStream stream, ffi::AnyBuffer hdr,
+                         ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer tie,
+                         int64_t lane_id, ffi::Result<ffi::AnyBuffer> k_out,
+                         ffi::Result<ffi::AnyBuffer> v_out,
+                         ffi::Result<ffi::AnyBuffer> tie_out) {
+  return Guarded(kJoinFetchTarget, [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    Dtype dtype;
+    Error e = FindCudaLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckFetch(hdr, k, v, *lane, &dtype);
+    if (e.empty()) e = lane->cuda()->JoinFetch(stream, At(k), At(v));
+    if (e.empty()) e = PassTie(stream, k, k_out, *lane);
+    if (e.empty()) e = PassTie(stream, v, v_out, *lane);
+    if (e.empty()) e = PassTie(stream, tie, tie_out, *lane);
+    return e;
   });
 }
 
@@ -178,7 +200,8 @@ XLA_FFI_DEFINE_HANDLER(kStart, StartImpl, BindStart(OnStream()));
 XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl, BindJoin(OnStream()));
 XLA_FFI_DEFINE_HANDLER(kExchange, ExchangeImpl, BindExchange(OnStream()));
 XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl, BindStore(OnStream()));
-XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl, BindFetch(OnStream()));
+XLA_FFI_DEFINE_HANDLER(kStartFetch, StartFetchImpl, BindFetch(OnStream()));
+XLA_FFI_DEFINE_HANDLER(kJoinFetch, JoinFetchImpl, BindFetch(OnStream()));
 XLA_FFI_DEFINE_HANDLER(kSwapOut, SwapOutImpl, BindSwapOut(OnStream()));
 XLA_FFI_DEFINE_HANDLER(kStartSwapIn, StartSwapInImpl,
                        BindStartSwapIn(OnStream()));
@@ -192,7 +215,8 @@ std::vector<std::pair<const char*, void*>> CudaHandlers() {
       {kJoinTarget, reinterpret_cast<void*>(kJoin)},
       {kExchangeTarget, reinterpret_cast<void*>(kExchange)},
       {kStoreTarget, reinterpret_cast<void*>(kStore)},
-      {kFetchTarget, reinterpret_cast<void*>(kFetch)},
+      {kStartFetchTarget, reinterpret_cast<void*>(kStartFetch)},
+      {kJoinFetchTarget, reinterpret_cast<void*>(kJoinFetch)},
       {kSwapOutTarget, reinterpret_cast<void*>(kSwapOut)},
       {kStartSwapInTarget, reinterpret_cast<void*>(kStartSwapIn)},
       {kJoinSwapInTarget, reinterpret_cast<void*>(kJoinSwapIn)},

@@ -73,10 +73,11 @@ CudaResult CudaLane::PollStream(CudaStream stream, int64_t timeout_ns) const {
 }
 
 CudaResult CudaLane::PollEvent(CudaEvent event) const {
+  const int64_t start = NowNs();
   for (;;) {
     CudaResult result = driver_.EventQuery(event);
     if (result != kCudaNotReady || GivenUp()) return result;
-    SleepUs(20);
+    if (NowNs() - start >= lane_.pool().SpinNs()) SleepUs(20);
   }
 }
 
@@ -147,53 +148,6 @@ void CudaLane::RunStore(Trip& piece, uint32_t number, Dtype dtype,
   piece.done->store(number, std::memory_order_release);
 }
 
-void CudaLane::RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
-                        int64_t num_slots, const StoresBefore& stores,
-                        uint32_t swaps_out) {
-  bool enqueued = false, announced = false;
-  if (Arrived(fetch_, number, "fetch")) {
-    fetching_ = true;
-    const Hdr hdr = LoadHdr(fetch_);
-    std::shared_ptr<const Plan> plan;
-    Error error = lane_.ChunksToFetch(hdr, num_slots, &plan);
-    bool has_prefix = false;
-    for (int i = 0; error.empty() && i < hdr.n; ++i) {
-      has_prefix = has_prefix || plan->chunk(i).start > 0;
-    }
-    if (has_prefix) {
-      lane_.SleepDelay();
-      error = AwaitStores(hdr, stores) && AwaitSwapsOut(swaps_out)
-                  ? CopyPrefixes(*plan, hdr, k, v, dtype, &enqueued)
-                  : "the stores and swaps before it do not end";
-    }
-    if (error.empty() && enqueued && report_.memory_operations) {
-      // The copies themselves say that they are done.
-      error =
-          Call("cuStreamWriteValue32",
-               driver_.StreamWriteValue32(copy_, fetch_.done_at, number, 0));
-      announced = error.empty();
-    }
-    if (enqueued && !announced) {
-      CudaResult result = PollStream(copy_, WatchdogNs());
-      if (error.empty()) error = Call("the copies of a fetch", result);
-    }
-    if (!error.empty()) lane_.KeepError("fetch: " + error);
-    lane_.CountFetch();
-  }
-  fetching_ = false;
-  if (!announced) fetch_.done->store(number, std::memory_order_release);
-}
-
-bool CudaLane::AwaitStores(Hdr hdr, const StoresBefore& stores) const {
-  for (int i = 0; i < kNumPieces; ++i) {
-    // None later has overwritten it: XLA's stream stands at this fetch.
-    Hdr stored;
-    std::memcpy(&stored, ring_[i].pinned_hdr, sizeof stored);
-    if (stored.plan != hdr.plan && !AwaitStore(i, stores)) return false;
-  }
-  return true;
-}
-
 bool CudaLane::AwaitStore(int piece, const StoresBefore& stores) const {
   return stores[piece] == 0 || Poll(*ring_[piece].done, stores[piece]);
 }
@@ -202,54 +156,6 @@ CudaLane::StoresBefore CudaLane::StoresLaunched() const {
   StoresBefore stores;
   for (int i = 0; i < kNumPieces; ++i) stores[i] = ring_[i].launched;
   return stores;
-}
-
-Error CudaLane::CopyPrefixes(const Plan& plan, Hdr hdr, DevicePtr k,
-                             DevicePtr v, Dtype dtype, bool* enqueued) {
-  const CacheShape& shape = lane_.shape();
-  const int64_t head_bytes = int64_t{shape.head_dim} * ElementSize(dtype);
-  const int64_t token_bytes = shape.num_kv_heads * head_bytes;
-  const int64_t piece_tokens = piece_bytes_ / (2 * token_bytes);
-  for (int i = 0; i < hdr.n; ++i) {
-    const Chunk& chunk = plan.chunk(i);
-    const int32_t* table = plan.chunk_table(i);
-    for (int64_t begin = 0; begin < chunk.start; begin += piece_tokens) {
-      const int64_t count = std::min(piece_tokens, chunk.start - begin);
-      FetchPiece& piece = fetch_pieces_[next_fetch_piece_++ % 2];
-      Error error;
-      if (piece.used) {
-        error = Call("cuEventQuery", PollEvent(piece.copied));
-        if (!error.empty()) return error;
-      }
-      char* v_data = piece.data + count * token_bytes;
-      ForEachToken(lane_.pool(), count, [&](int64_t t) {
-        const auto position = static_cast<int>(begin + t);
-        for (int head = 0; head < shape.num_kv_heads; ++head) {
-          const int64_t at = t * token_bytes + head * head_bytes;
-          lane_.cache().ReadToken(hdr.layer, table[position / shape.block_size],
-                                  position % shape.block_size, head,
-                                  piece.data + at, v_data + at, dtype);
-        }
-      });
-      // XLA's stream stands at this fetch until `done`, so its buffers are
-      // there for as long as the copies take.
-      const int64_t at = (chunk.scratch_slot + begin) * token_bytes;
-      *enqueued = piece.used = true;
-      error = Call(
-          "cuMemcpyHtoDAsync",
-          driver_.MemcpyHtoD(k + at, piece.data, count * token_bytes, copy_));
-      if (error.empty()) {
-        error = Call(
-            "cuMemcpyHtoDAsync",
-            driver_.MemcpyHtoD(v + at, v_data, count * token_bytes, copy_));
-      }
-      if (error.empty()) {
-        error = Call("cuEventRecord", driver_.EventRecord(piece.copied, copy_));
-      }
-      if (!error.empty()) return error;
-    }
-  }
-  return {};
 }
 
 void CudaLane::Watch() {
@@ -307,7 +213,7 @@ void CudaLane::ReleaseAll() {
       if (piece.done != nullptr) release(piece);
     }
   }
-  release(fetch_);
+  for (Trip& prefix : prefixes_) release(prefix);
 }
 
 }  // namespace neojax

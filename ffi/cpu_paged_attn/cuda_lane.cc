@@ -191,7 +191,7 @@ Error CudaLane::StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
   int64_t begin = 0;
   do {
     const int64_t count = std::min(piece_rows, num_rows - begin);
-    StorePiece& piece = ring_[next_piece_++ % kNumPieces];
+    Trip& piece = ring_[next_piece_++ % kNumPieces];
     if (error.empty() && !Poll(*piece.done, piece.launched, WatchdogNs())) {
       error = Usable();
       if (error.empty())
@@ -210,22 +210,8 @@ Error CudaLane::StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
       copy.height = count;
       error = Call("cuMemcpy2DAsync", driver_.Memcpy2D(&copy, stream));
     }
-    // The hdr first: the piece is not free before that is out of it too.
     if (error.empty()) {
-      error = Call("cuEventRecord", driver_.EventRecord(piece.out, stream));
-    }
-    if (error.empty()) {
-      error = Call("cuStreamWaitEvent",
-                   driver_.StreamWaitEvent(hdrs_down_, piece.out, 0));
-    }
-    if (error.empty()) {
-      error = Call("cuMemcpyDtoHAsync",
-                   driver_.MemcpyDtoH(piece.pinned_hdr, piece.device_in,
-                                      sizeof(Hdr), hdrs_down_));
-    }
-    if (error.empty()) {
-      error =
-          CopyDown(hdrs_down_, chunks_down_, piece, number, count * kv_bytes);
+      error = CopyDown(stream, chunks_down_, piece, number, count * kv_bytes);
     }
     error = Queue(
         std::move(error), piece, number,
@@ -235,41 +221,6 @@ Error CudaLane::StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
          }});
     begin += count;
   } while (error.empty() && begin < num_rows);
-  return error;
-}
-
-Error CudaLane::FetchTokens(CudaStream stream, DevicePtr hdr, DevicePtr k,
-                            DevicePtr v, Dtype dtype, int64_t num_slots) {
-  std::lock_guard<std::mutex> lock(launch_mutex_);
-  Error error = Usable();
-  if (!error.empty()) return error;
-  // One trip serves all: XLA's stream passes a fetch only when it is done.
-  const uint32_t number = ++fetch_.launched;
-  error = Copy(stream, fetch_.device_in, hdr, sizeof(Hdr));
-  if (error.empty()) error = CopyDown(stream, hdrs_down_, fetch_, number, 0);
-  auto job = [this, number, k, v, dtype, num_slots, stores = StoresLaunched(),
-              swaps_out = swaps_out_.launched] {
-    RunFetch(number, k, v, dtype, num_slots, stores, swaps_out);
-  };
-  if (fetches_ == nullptr) {
-    // Where host functions stand in, the driver may hold back the copies of
-    // the job while one waits for it: then this call waits instead.
-    error = Queue(std::move(error), fetch_, number, {HostLane::kChunks, job});
-    if (error.empty() && !Poll(*fetch_.done, number, WatchdogNs())) {
-      error = "the fetch has not been done for too long";
-    }
-    return error;
-  }
-  if (error.empty()) error = Await(chunks_up_, fetch_, number);
-  if (error.empty()) {
-    error = Call("cuEventRecord", driver_.EventRecord(fetch_.out, chunks_up_));
-  }
-  if (error.empty()) {
-    error = Call("cuStreamWaitEvent",
-                 driver_.StreamWaitEvent(stream, fetch_.out, 0));
-  }
-  if (error.empty() && !fetches_->Enqueue(job)) error = "the lane is closed";
-  if (!error.empty()) fetch_.done->store(number, std::memory_order_release);
   return error;
 }
 
@@ -299,6 +250,7 @@ std::vector<int> CudaLane::Drain(double timeout_seconds) {
     for (Slot& slot : channel.slots) slot.busy = false;
   }
   swaps_in_joined_ = swaps_in_.launched;
+  for (Prefix& prefix : prefixes_) prefix.busy = false;
   // A late job ends; a lost device does not come back.
   broken_ = lost;
   return {};

@@ -12,10 +12,12 @@
 //   dispatcher                 polls arrived; job; done = number    |
 //   up                                   awaits done; H2D to slot; event
 //
-// Stores go the first half of that way, through a ring. A fetch, which XLA's
-// stream waits for, is served by a thread of its own: it needs what earlier
-// plans stored, but not the store of its own layer, which may take as long as
-// the layer's other work does.
+// Stores go the first half of that way, through a ring. A fetch is started a
+// layer before XLA's stream waits for it, and served by a thread of its own: it
+// needs what was stored before its start, but not the store of its own layer.
+// It writes to the caller's scratch itself, because how much is known too late
+// for a copy by XLA's stream. The caller passes the scratch from start to join
+// in place; a join that gets other memory is refused.
 //
 // Whole blocks, of requests that change sides, go between device memory of the
 // lane and the arena itself where that is pinned: programs pack and unpack
@@ -43,8 +45,8 @@ namespace neojax {
 
 struct CudaOptions {
   int device = 0;
-  // Of the ring that stores go through, on the device and pinned each; the
-  // staging of fetches, pinned only, is as large as two of its eight pieces.
+  // Of the ring that stores go through, on the device and pinned each. Fetches
+  // have pieces of at most that size, pinned only.
   int64_t staging_bytes = int64_t{64} << 20;
   // How long Close waits for a device that still works.
   double close_seconds = 5;
@@ -89,8 +91,11 @@ class CudaLane {
              int64_t num_rows);
   Error StoreRows(CudaStream stream, DevicePtr rows, Dtype dtype,
                   int64_t num_rows, DevicePtr hdr);
-  Error FetchTokens(CudaStream stream, DevicePtr hdr, DevicePtr k, DevicePtr v,
-                    Dtype dtype, int64_t num_slots);
+  // At most kNumFetches scratches may wait for their prefixes. A start that is
+  // not joined ends with the next into the same scratch.
+  Error StartFetch(CudaStream stream, DevicePtr hdr, DevicePtr k, DevicePtr v,
+                   Dtype dtype, int64_t num_slots);
+  Error JoinFetch(CudaStream stream, DevicePtr k, DevicePtr v);
   // Whole blocks. At most kNumSwapPieces swaps in may be started and not
   // joined; joins follow the order of starts.
   Error SwapOut(CudaStream stream, const BlockMove& move, DevicePtr hdr,
@@ -114,6 +119,9 @@ class CudaLane {
  private:
   static constexpr int kNumPieces = 8;
   static constexpr int kNumSwapPieces = 4;
+  static constexpr int kNumFetches = 2;
+  // Small, so that one is gathered while another is copied.
+  static constexpr int64_t kFetchPieceBytes = int64_t{1} << 20;
 
   // Something the device and the dispatcher pass to and fro, one job at a
   // time. Numbers only grow, so a flag needs no reset.
@@ -138,12 +146,6 @@ class CudaLane {
     std::vector<Slot> slots;  // taken in turn
     uint32_t starts = 0, joins = 0;
   };
-  // A piece of the ring that stores go through.
-  struct StorePiece : Trip {
-    // The hdr alone, there before a later fetch's: it need not wait for the
-    // rows to know whose they are.
-    char* pinned_hdr = nullptr;
-  };
   // Which store went through each piece last when a fetch was launched.
   using StoresBefore = std::array<uint32_t, kNumPieces>;
   // Blocks on their way, on the device. Its pinned_in is the hdr's alone.
@@ -159,6 +161,11 @@ class CudaLane {
     static uint32_t UseOf(uint32_t number) {
       return number / kNumSwapPieces + 1;
     }
+  };
+  // A prefix on its way to scratch. Its pinned_in is the hdr's alone.
+  struct Prefix : Trip {
+    DevicePtr k = 0, v = 0;  // the scratch of the last start
+    bool busy = false;       // started and not joined
   };
   // Pinned memory that prefixes go to the device from.
   struct FetchPiece {
@@ -192,12 +199,17 @@ class CudaLane {
                 int64_t num_rows, uint32_t swaps_out);
   void RunStore(Trip& piece, uint32_t number, Dtype dtype, int64_t begin,
                 int64_t count, int64_t num_rows, uint32_t swaps_out);
+  // The trip of the prefix that was started into this scratch, else the one
+  // that has been used least lately.
+  Prefix& PrefixOf(DevicePtr k, DevicePtr v);
+  // Holds `stream` until a started fetch is done.
+  Error AwaitPrefix(CudaStream stream, Prefix& prefix);
   // On a thread of its own where the streams carry the flags.
-  void RunFetch(uint32_t number, DevicePtr k, DevicePtr v, Dtype dtype,
-                int64_t num_slots, const StoresBefore& stores,
+  void RunFetch(Prefix& prefix, uint32_t number, DevicePtr k, DevicePtr v,
+                Dtype dtype, int64_t num_slots, const StoresBefore& stores,
                 uint32_t swaps_out);
-  // Until every store of another plan than hdr's is done.
-  bool AwaitStores(Hdr hdr, const StoresBefore& stores) const;
+  // Until every store that was launched before is done.
+  bool AwaitStores(const StoresBefore& stores) const;
   bool AwaitStore(int piece, const StoresBefore& stores) const;
   StoresBefore StoresLaunched() const;
   // What all moves of blocks begin with: room in the ring, the hdr's way down.
@@ -256,12 +268,14 @@ class CudaLane {
   char* flags_ = nullptr;  // pinned; two lines a trip
   int num_flags_ = 0;
   std::vector<Channel> channels_;
-  std::array<StorePiece, kNumPieces> ring_;
+  std::array<Trip, kNumPieces> ring_;
   uint32_t next_piece_ = 0;
   int64_t piece_bytes_ = 0;  // of rows in a piece, at least one
-  Trip fetch_;
-  std::array<FetchPiece, 2> fetch_pieces_;
+  std::array<Prefix, kNumFetches> prefixes_;
+  int last_prefix_ = 0;  // started last
+  std::array<FetchPiece, 4> fetch_pieces_;
   uint32_t next_fetch_piece_ = 0;
+  int64_t fetch_piece_bytes_ = 0;  // at least one token's
   SwapRing swaps_out_, swaps_in_;
   uint32_t swaps_in_joined_ = 0;
 

@@ -29,7 +29,7 @@ CudaLane::CudaLane(HostLane& lane, const CudaDriver& driver,
   const LaneOptions& lane_options = lane_.options();
 
   const int num_trips = 2 * lane_options.num_channels +
-                        lane_options.deep_slots + kNumPieces + 1 +
+                        lane_options.deep_slots + kNumPieces + kNumFetches +
                         2 * kNumSwapPieces;
   flags_ = resources_->NewPinned(2 * kFlagBytes * num_trips);
   channels_ = std::vector<Channel>(lane_options.total_channels());
@@ -49,15 +49,14 @@ CudaLane::CudaLane(HostLane& lane, const CudaDriver& driver,
   const int64_t token_bytes =
       int64_t{2} * shape.num_kv_heads * shape.head_dim * sizeof(float);
   piece_bytes_ = std::max(token_bytes, options_.staging_bytes / kNumPieces);
-  for (StorePiece& piece : ring_) {
-    MakeTrip(&piece, piece_bytes_);
-    piece.pinned_hdr = resources_->NewPinned(kHeaderBytes);
-  }
+  for (Trip& piece : ring_) MakeTrip(&piece, piece_bytes_);
+  fetch_piece_bytes_ =
+      std::max(token_bytes, std::min(piece_bytes_, kFetchPieceBytes));
   for (FetchPiece& piece : fetch_pieces_) {
-    piece.data = resources_->NewPinned(piece_bytes_);
+    piece.data = resources_->NewPinned(fetch_piece_bytes_);
     piece.copied = resources_->NewEvent();
   }
-  MakeTrip(&fetch_, 0);
+  for (Prefix& prefix : prefixes_) MakeTrip(&prefix, 0);
   MakeStreams();
   RegisterArena();
   MakeSwapRings();
@@ -128,7 +127,7 @@ bool CudaLane::TryMemoryOperations(std::string* refusal) {
     }
     return true;
   };
-  Trip& trip = fetch_;
+  Trip& trip = prefixes_[0];
   for (int trial = 0; trial < 4; ++trial) {
     const uint32_t number = ++trip.launched;
     const int64_t start = NowNs();

@@ -113,10 +113,13 @@ ffi::Error StoreImpl(ffi::AnyBuffer rows, ffi::AnyBuffer hdr,
   });
 }
 
-ffi::Error FetchImpl(ffi::AnyBuffer hdr, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     int64_t lane_id, ffi::Result<ffi::AnyBuffer> k_out,
-                     ffi::Result<ffi::AnyBuffer> v_out) {
-  return Guarded(kFetchTarget, [&]() -> Error {
+// Memory of the host needs no fetching ahead: the joins do it all.
+ffi::Error StartFetchImpl(ffi::AnyBuffer hdr, ffi::AnyBuffer k,
+                          ffi::AnyBuffer v, ffi::AnyBuffer tie, int64_t lane_id,
+                          ffi::Result<ffi::AnyBuffer> k_out,
+                          ffi::Result<ffi::AnyBuffer> v_out,
+                          ffi::Result<ffi::AnyBuffer> tie_out) {
+  return Guarded(kStartFetchTarget, [&]() -> Error {
     std::shared_ptr<HostLane> lane;
     Dtype dtype;
     Error e = FindLane(lane_id, &lane);
@@ -124,6 +127,25 @@ ffi::Error FetchImpl(ffi::AnyBuffer hdr, ffi::AnyBuffer k, ffi::AnyBuffer v,
     e = CheckFetch(hdr, k, v, *lane, &dtype);
     if (e.empty()) e = PassTie(k, k_out, *lane);
     if (e.empty()) e = PassTie(v, v_out, *lane);
+    if (e.empty()) e = PassTie(tie, tie_out, *lane);
+    return e;
+  });
+}
+
+ffi::Error JoinFetchImpl(ffi::AnyBuffer hdr, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         ffi::AnyBuffer tie, int64_t lane_id,
+                         ffi::Result<ffi::AnyBuffer> k_out,
+                         ffi::Result<ffi::AnyBuffer> v_out,
+                         ffi::Result<ffi::AnyBuffer> tie_out) {
+  return Guarded(kJoinFetchTarget, [&]() -> Error {
+    std::shared_ptr<HostLane> lane;
+    Dtype dtype;
+    Error e = FindLane(lane_id, &lane);
+    if (!e.empty()) return e;
+    e = CheckFetch(hdr, k, v, *lane, &dtype);
+    if (e.empty()) e = PassTie(k, k_out, *lane);
+    if (e.empty()) e = PassTie(v, v_out, *lane);
+    if (e.empty()) e = PassTie(tie, tie_out, *lane);
     if (!e.empty()) return e;
     return lane->FetchTokens(LoadHdr(hdr), k_out->untyped_data(),
                              v_out->untyped_data(), dtype, k.dimensions()[0]);
@@ -145,7 +167,6 @@ ffi::Error SwapOutImpl(ffi::AnyBuffer blocks, ffi::AnyBuffer hdr,
   });
 }
 
-// Memory of the host needs no fetching ahead: the join does it all.
 ffi::Error StartSwapInImpl(ffi::AnyBuffer hdr, int64_t lane_id, int64_t layers,
                            ffi::Result<ffi::AnyBuffer> ticket) {
   return Guarded(kStartSwapInTarget, [&]() -> Error {
@@ -179,7 +200,9 @@ XLA_FFI_DEFINE_HANDLER(kStart, StartImpl, BindStart(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(kJoin, JoinImpl, BindJoin(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(kExchange, ExchangeImpl, BindExchange(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(kStore, StoreImpl, BindStore(ffi::Ffi::Bind()));
-XLA_FFI_DEFINE_HANDLER(kFetch, FetchImpl, BindFetch(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kStartFetch, StartFetchImpl,
+                       BindFetch(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kJoinFetch, JoinFetchImpl, BindFetch(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(kSwapOut, SwapOutImpl, BindSwapOut(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(kStartSwapIn, StartSwapInImpl,
                        BindStartSwapIn(ffi::Ffi::Bind()));
@@ -194,7 +217,8 @@ std::vector<std::pair<const char*, void*>> CpuHandlers() {
       {kJoinTarget, reinterpret_cast<void*>(kJoin)},
       {kExchangeTarget, reinterpret_cast<void*>(kExchange)},
       {kStoreTarget, reinterpret_cast<void*>(kStore)},
-      {kFetchTarget, reinterpret_cast<void*>(kFetch)},
+      {kStartFetchTarget, reinterpret_cast<void*>(kStartFetch)},
+      {kJoinFetchTarget, reinterpret_cast<void*>(kJoinFetch)},
       {kSwapOutTarget, reinterpret_cast<void*>(kSwapOut)},
       {kStartSwapInTarget, reinterpret_cast<void*>(kStartSwapIn)},
       {kJoinSwapInTarget, reinterpret_cast<void*>(kJoinSwapIn)},

@@ -16,7 +16,8 @@ inline constexpr char kStartTarget[] = "neojax.start.v2";
 inline constexpr char kJoinTarget[] = "neojax.join.v1";
 inline constexpr char kExchangeTarget[] = "neojax.exchange.v1";
 inline constexpr char kStoreTarget[] = "neojax.store.v1";
-inline constexpr char kFetchTarget[] = "neojax.fetch.v1";
+inline constexpr char kStartFetchTarget[] = "neojax.start_fetch.v1";
+inline constexpr char kJoinFetchTarget[] = "neojax.join_fetch.v1";
 inline constexpr char kSwapOutTarget[] = "neojax.swap_out.v1";
 inline constexpr char kStartSwapInTarget[] = "neojax.start_swap_in.v1";
 inline constexpr char kJoinSwapInTarget[] = "neojax.join_swap_in.v1";
@@ -71,15 +72,18 @@ auto BindStore(Binding bind) {
       .template Ret<ffi::AnyBuffer>();  // tie
 }
 
+// The start of a fetch, and its join.
 template <class Binding>
 auto BindFetch(Binding bind) {
   return std::move(bind)
       .template Arg<ffi::AnyBuffer>()  // hdr
       .template Arg<ffi::AnyBuffer>()  // k_scratch
       .template Arg<ffi::AnyBuffer>()  // v_scratch
+      .template Arg<ffi::AnyBuffer>()  // tie
       .template Attr<int64_t>("lane")
       .template Ret<ffi::AnyBuffer>()   // k_scratch
-      .template Ret<ffi::AnyBuffer>();  // v_scratch
+      .template Ret<ffi::AnyBuffer>()   // v_scratch
+      .template Ret<ffi::AnyBuffer>();  // tie
 }
 
 template <class Binding>

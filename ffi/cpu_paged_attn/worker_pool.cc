@@ -197,6 +197,18 @@ void WorkerPool::Divide(const int* counts, int num_counts, int num_workers) {
 void WorkerPool::ForEach(const int* counts, int num_counts,
                          const std::function<void(int, int)>& fn) {
   std::lock_guard<std::mutex> lock(run_mutex_);
+  ForEachLocked(counts, num_counts, fn);
+}
+
+bool WorkerPool::TryForEach(int count,
+                            const std::function<void(int, int)>& fn) {
+  std::unique_lock<std::mutex> lock(run_mutex_, std::try_to_lock);
+  if (lock) ForEachLocked(&count, 1, fn);
+  return lock.owns_lock();
+}
+
+void WorkerPool::ForEachLocked(const int* counts, int num_counts,
+                               const std::function<void(int, int)>& fn) {
   int total = 0;
   for (int n = 0; n < num_counts; ++n) total += counts[n];
   const int num_workers =

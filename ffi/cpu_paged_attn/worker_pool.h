@@ -55,6 +55,8 @@ class WorkerPool {
   // turn begin on node n, if there are as many counts as nodes.
   void ForEach(const int* counts, int num_counts,
                const std::function<void(int, int)>& fn);
+  // Likewise, if no job is in progress; else false, and nothing is called.
+  bool TryForEach(int count, const std::function<void(int, int)>& fn);
 
   // Armed while the sum of deltas is positive.
   void Arm(int delta) { armed_.fetch_add(delta, std::memory_order_relaxed); }
@@ -89,6 +91,8 @@ class WorkerPool {
   void Divide(const int* counts, int num_counts, int num_workers);
   void Work(int worker, Helper* self);
   void RunLocked(int num_workers, const std::function<void(int)>& fn);
+  void ForEachLocked(const int* counts, int num_counts,
+                     const std::function<void(int, int)>& fn);
 
   const int num_threads_;
   const std::vector<int> cpus_;

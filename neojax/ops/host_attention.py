@@ -180,28 +180,54 @@ def store(
     return done, tie
 
 
-def fetch(
+def start_fetch(
     hdr: Int32[Array, "3"],
     k_scratch: Float[Array, "S K H"],
     v_scratch: Float[Array, "S K H"],
+    tie: Shaped[Array, "..."],
     *,
     lane: int,
-) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Copies the earlier tokens of chunked prefills from the arena into scratch, in place.
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"], Shaped[Array, "..."]]:
+    """Begins to copy the earlier tokens of chunked prefills from the arena into scratch, in place.
+
+    Returns at once. Nothing may touch the scratch before `join_fetch`; on a GPU a join is refused
+    that gets other memory than the start. Two scratches may wait for theirs; a start that is not
+    joined ends with the next into the same scratch.
 
     Args:
       hdr: (plan, layer, number of the plan's chunks that take part); tokens [0, start) of each
-        go to scratch slots from its scratch_slot on. They were stored under other plans: on a GPU
-        the store of the same plan may still be under way.
+        go to scratch slots from its scratch_slot on. Their stores must be launched before: on a
+        GPU what is stored after the start is not waited for.
 
     Returns:
-      The scratch arrays; slots that no chunk names are as they were.
+      The scratch arrays for the join, and the tie.
     """
-    call = jax.ffi.ffi_call(
-        "neojax.fetch.v1", (_like(k_scratch), _like(v_scratch)), input_output_aliases={1: 0, 2: 1}
-    )
-    k_scratch, v_scratch = call(hdr, k_scratch, v_scratch, lane=np.int64(lane))
-    return k_scratch, v_scratch
+    return _fetch_call("neojax.start_fetch.v1", hdr, k_scratch, v_scratch, tie, lane)
+
+
+def join_fetch(
+    hdr: Int32[Array, "3"],
+    k_scratch: Float[Array, "S K H"],
+    v_scratch: Float[Array, "S K H"],
+    tie: Shaped[Array, "..."],
+    *,
+    lane: int,
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"], Shaped[Array, "..."]]:
+    """Waits for what was started into this scratch, with the same hdr.
+
+    Returns:
+      The scratch arrays, in which slots that no chunk names are as they were, and the tie.
+    """
+    return _fetch_call("neojax.join_fetch.v1", hdr, k_scratch, v_scratch, tie, lane)
+
+
+def _fetch_call(
+    target: str, hdr: jax.Array, k: jax.Array, v: jax.Array, tie: jax.Array, lane: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    passed = (_like(k), _like(v), _like(tie))
+    call = jax.ffi.ffi_call(target, passed, input_output_aliases={1: 0, 2: 1, 3: 2})
+    k, v, tie = call(hdr, k, v, tie, lane=np.int64(lane))
+    return k, v, tie
 
 
 _TICKET = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -39,7 +39,7 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
 
 
 def _links_s(b0: Load, swaps: Iterable[Swap], c: CostTables) -> float:
-    """Swaps run beside the layers, on the links that stores and fetches use too."""
+    """Stores, fetches and swaps run beside the layers, on a link each way."""
     moved = {True: 0, False: 0}
     for swap in swaps:
         moved[swap.is_out] += swap.num_tokens
@@ -55,7 +55,6 @@ def _layers(mode: Mode, b0: Load, b1: Load, c: CostTables) -> StepTimes:
     attention = [
         c.device_decode(b.num_decodes, b.decode_context)
         + sum(c.prefill_attention(tokens, context) for tokens, context in b.chunks)
-        + c.fetch(b.fetch_tokens)
         for b in batches
     ]
     store = c.store(b0.store_tokens)
@@ -89,7 +88,6 @@ def rolling_step_times(
         c.linear[Mode.ROLLING](b0.num_rows + group_rows)
         + c.device_decode(b0.num_decodes, b0.decode_context)
         + sum(c.prefill_attention(tokens, context) for tokens, context in b0.chunks)
-        + c.fetch(b0.fetch_tokens)
     )
     host_s = sum(c.host_decode(rows, context) for rows, context in groups)
     links_s = _links_s(b0, swaps, c)

@@ -110,10 +110,15 @@ def run_rolling(
     programs = batch.programs
     assert isinstance(programs, RollingPrograms)
     layers = programs.rolling[batch.attention]
+    if batch.has_host_chunks:
+        start_first_fetch(state, batch)
     packed, x = programs.embed(state.ends, batch.packed, state.tokens)
-    scratch = (state.scratch[0], state.scratch[1]) if batch.has_host_chunks else None
     for first in range(0, len(state.layers), layers_per_program):
         group = slice(first, first + layers_per_program)
+        this, following = first % 2, 1 - first % 2
+        scratch = None
+        if batch.has_host_chunks:
+            scratch = (state.scratch[this], state.scratch[following])
         pools, scratch, parked, x = layers(
             state.layers[group],
             tuple(state.pools[group]),
@@ -125,7 +130,7 @@ def run_rolling(
         )
         state.pools[group], state.parked[group] = pools, parked
         if scratch is not None:
-            state.scratch[:] = scratch
+            state.scratch[this], state.scratch[following] = scratch
         after_layer(first + len(pools) - 1)
     return _head(state, batch, packed, x)
 
@@ -160,6 +165,8 @@ class SubBatchLane:
 
     def enter(self) -> None:
         state, programs = self.state, self.batch.programs
+        if self.batch.has_host_chunks:
+            start_first_fetch(state, self.batch)
         self.packed, x = programs.embed(state.ends, self.batch.packed, state.tokens)
         entered = programs.enter(state.layers[0], self.packed, state.layer_ids[0], x, self._kv(0))
         self._attend(0, *entered)
@@ -197,10 +204,28 @@ class SubBatchLane:
         meta = self.packed.attention
         self.attended = programs.attend[self.batch.attention](meta, rows, kv)
         if self.batch.has_host_chunks:
-            parity = layer % 2
-            state.scratch[parity], self.attended, _ = programs.attend_host_chunks(
-                meta, state.layer_ids[layer], rows, self.attended, state.scratch[parity]
+            this, following = layer % 2, 1 - layer % 2
+            state.scratch[this], state.scratch[following], self.attended, _ = (
+                programs.attend_host_chunks(
+                    meta,
+                    state.layer_ids[layer],
+                    rows,
+                    self.attended,
+                    state.scratch[this],
+                    state.scratch[following],
+                )
             )
+
+
+def start_first_fetch(state: DeviceState, batch: Batch) -> None:
+    """Begin to bring the prefixes of a step's HOST chunks for layer 0; each layer starts the next.
+
+    As early as possible: nothing of the step hides it but the embedding.
+    """
+    programs = batch.programs
+    assert programs.first_fetch is not None
+    hdr = programs.stages.layout.fetch_hdr(batch.packed)
+    state.scratch[0] = programs.first_fetch(hdr, state.scratch[0])
 
 
 def _head(state: DeviceState, batch: Batch, packed: Packed, x: jax.Array) -> Sampled:

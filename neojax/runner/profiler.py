@@ -21,7 +21,13 @@ from tqdm import tqdm
 
 from neojax.kv.geometry import KVGeometry
 from neojax.kv.host_pool import HostPool
-from neojax.runner.lanes import Batch, DeviceState, SubBatchLane, run_rolling
+from neojax.runner.lanes import (
+    Batch,
+    DeviceState,
+    SubBatchLane,
+    run_rolling,
+    start_first_fetch,
+)
 from neojax.runner.program_set import DEEP
 from neojax.runner.programs import Head, Programs
 from neojax.runner.rolling import RollingPrograms
@@ -352,7 +358,10 @@ class Profiler:
         self._host.await_swaps_out(self._host.num_swaps_out)
 
     def _host_chunk(self, shape: Shape, num_tokens: int, stop: int) -> float:
-        """A layer's moves for one chunk of a HOST request, without its attention."""
+        """A layer's moves for one chunk of a HOST request, without its attention.
+
+        Nothing runs beside them: it is what the links and the host's cores are busy for.
+        """
         state, programs = self._state, self._programs[shape, 0]
         layout = programs.stages.layout
         packed = layout.empty()
@@ -362,15 +371,25 @@ class Profiler:
             assert plan is not None
             self._host.put_plan(plan, (1 + MAX_RUNS * MAX_REPEATS) * len(state.layers))
             layout.views(packed)["scalars"][4] = 0  # tiles: moves alone are to be measured
+        attention, attend = next(iter(programs.attend.items()))
+        batch = Batch(programs, packed, attention, Head.GREEDY, has_host_chunks=True)
         meta, rows = self._entered(shape, packed)
-        attended = next(iter(programs.attend.values()))(meta, rows, state.pools[0])
+        attended = attend(meta, rows, state.pools[0])
 
         def run() -> jax.Array:
             nonlocal attended
+            start_first_fetch(state, batch)
             for layer, layer_id in enumerate(state.layer_ids):
-                parity = layer % 2
-                state.scratch[parity], attended, _ = programs.attend_host_chunks(
-                    meta, layer_id, rows, attended, state.scratch[parity]
+                this, following = layer % 2, 1 - layer % 2
+                state.scratch[this], state.scratch[following], attended, _ = (
+                    programs.attend_host_chunks(
+                        meta,
+                        layer_id,
+                        rows,
+                        attended,
+                        state.scratch[this],
+                        state.scratch[following],
+                    )
                 )
             return attended
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from neojax.runner.logit_state import LogitState
 from neojax.runner.shapes import AttentionShape, Shape
-from neojax.runner.stages import KV, Leaves, Stages
+from neojax.runner.stages import KV, Leaves, Stages, first_fetch
 from neojax.scheduler.plan import Mode
 
 
@@ -64,7 +64,8 @@ class Programs:
                 shape: jit(functools.partial(stages.attend, shape=shape))
                 for shape in attentions.get(Mode.PIPELINED, ())
             }
-            self.attend_host_chunks = jit(stages.attend_host_chunks, donate_argnums=(3, 4))
+            self.attend_host_chunks = jit(stages.attend_host_chunks, donate_argnums=(3, 4, 5))
+        self.first_fetch = first_fetch(stages.channel.lane) if stages.channel else None
         self.head_full = head_full
         if head := twin or head:
             self.logits = head.logits
@@ -116,7 +117,11 @@ class Programs:
         if num_tokens:
             for function in self.attend.values():
                 yield of("attend", packed.attention, rows, kv, function=function)
-            yield of("attend_host_chunks", packed.attention, layer, rows, attended, a.scratch)
+            scratch = a.scratch
+            yield of(
+                "attend_host_chunks", packed.attention, layer, rows, attended, scratch, scratch
+            )
+            yield of("first_fetch", np.zeros(3, np.int32), scratch)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

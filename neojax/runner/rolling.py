@@ -93,7 +93,8 @@ def layers(
 ) -> tuple[tuple[KV, ...], tuple[KV, KV] | None, tuple[Parked, ...], Float[Array, "R D"]]:
     """Whole layers of a ROLLING step: x holds the device rows, then the group that comes by.
 
-    scratch: of HOST-placed prefill chunks; None where the step has none.
+    scratch: of HOST-placed prefill chunks, the first layer's first, its prefixes on their way;
+    None where the step has none.
     """
     meta = stages.layout.attention(packed.attention)
     tiles, decodes = attention_of(meta, shape)
@@ -103,9 +104,12 @@ def layers(
     for i, (leaves, kv, group, layer) in enumerate(
         zip(layers, pools, parked, layer_ids, strict=True)
     ):
-        kv, scratches[i % 2], group, x = _layer(
-            stages, leaves, kv, scratches[i % 2], group, packed, layer, tiles, decodes, x
+        both = None if scratch is None else (scratches[i % 2], scratches[1 - i % 2])
+        kv, both, group, x = _layer(
+            stages, leaves, kv, both, group, packed, layer, tiles, decodes, x
         )
+        if both is not None:
+            scratches[i % 2], scratches[1 - i % 2] = both
         updated.append(kv)
         groups.append(group)
     return (
@@ -122,14 +126,14 @@ def _layer(
     stages: Stages,
     leaves: Leaves,
     kv: KV,
-    scratch: KV | None,
+    scratch: tuple[KV, KV] | None,
     parked: Parked,
     packed: Packed,
     layer: jax.Array,
     tiles: Tiles | None,
     decodes: Decodes,
     x: jax.Array,
-) -> tuple[KV, KV | None, Parked, jax.Array]:
+) -> tuple[KV, tuple[KV, KV] | None, Parked, jax.Array]:
     assert stages.channel is not None
     lane, channel = stages.channel.lane, stages.channel.index
     model, (num_tokens, c) = stages.model, stages.layout.shape
@@ -161,9 +165,10 @@ def _layer(
     attended = stages.attend_device(q, kv.k, kv.v, tiles, decodes, NewRows(k, v))
     if scratch is not None:
         rows = side_by_side((q, k, v))
-        scratch, attended, _ = stages.attend_host_chunks(
-            packed.attention, layer, rows, attended, scratch
+        this, following, attended, _ = stages.attend_host_chunks(
+            packed.attention, layer, rows, attended, *scratch
         )
+        scratch = (this, following)
     x = finish(
         model.merge_layer(leaves),
         entering,

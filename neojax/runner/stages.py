@@ -50,6 +50,7 @@ class ModelParts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_layers: int
     window: int | None  # tokens that each token looks back; None: all
 
     @property
@@ -73,7 +74,13 @@ def split_model(model: Decoder) -> tuple[Leaves, tuple[Leaves, ...], ModelParts]
     layers = [flat(layer) for layer in model.layers]
     c = model.config
     parts = ModelParts(
-        merge_ends, layers[0][1], c.num_heads, c.num_kv_heads, c.head_dim, c.sliding_window
+        merge_ends,
+        layers[0][1],
+        c.num_heads,
+        c.num_kv_heads,
+        c.head_dim,
+        len(layers),
+        c.sliding_window,
     )
     return ends, tuple(leaves for leaves, _ in layers), parts
 
@@ -215,17 +222,23 @@ class Stages:
         rows: Float[Array, "T qkv"],
         attended: Float[Array, "T N H"],
         scratch: KV,
-    ) -> tuple[KV, Float[Array, "T N H"], Int[Array, "1"]]:
+        following: KV,
+    ) -> tuple[KV, KV, Float[Array, "T N H"], Int[Array, "1"]]:
         """Prefill chunks of HOST requests: K/V to the arena, attention over the scratch pool.
 
         The scratch gets the prefix from the arena and the chunk from `rows`; it is as good as a
-        device pool for the length of one layer.
+        device pool for the length of one layer. Its prefix was started a layer before, as that of
+        the next layer is here, into the scratch `following`.
         """
         meta = self.layout.attention(packed)
         lane = self._lane
         hdr = jnp.stack([meta.plan, layer, meta.num_host_chunks])
+        is_last = layer + 1 == self.model.num_layers
+        ahead = jnp.stack([meta.plan, layer + 1, jnp.where(is_last, 0, meta.num_host_chunks)])
+        # Through `attended`, the start comes behind the layer before, which read that scratch.
+        *started, attended = host_attention.start_fetch(ahead, *following, attended, lane=lane)
+        *prefix, attended = host_attention.join_fetch(hdr, *scratch, attended, lane=lane)
         done, attended = host_attention.store(rows, hdr, attended, lane=lane)
-        prefix = host_attention.fetch(hdr, scratch.k, scratch.v, lane=lane)
         q, k, v = self._split(rows)
         # [S, K, H]: the library's call takes it as it is (a reshape would cost a copy); as a pool
         # of blocks it is seen only by what appends and attends.
@@ -235,7 +248,7 @@ class Stages:
         host = self.attend_device(q, kv.k, kv.v, meta.host_tiles, None, NewRows(k, v))
         scratch = KV(*(pool.reshape(scratch.k.shape) for pool in kv))
         is_host = meta.scratch_slots < self.layout.num_scratch_slots
-        return scratch, jnp.where(is_host[:, None, None], host, attended), done
+        return scratch, KV(*started), jnp.where(is_host[:, None, None], host, attended), done
 
     def head(
         self,
@@ -339,6 +352,20 @@ def head_full(
     scores = score(logits, jnp.where(rows.target >= 0, rows.target, new))
     state = logit_state.count(state, rows.state, new)
     return tokens.at[rows.sampling.slot].set(new, mode="drop"), state, new, scores
+
+
+@functools.cache
+def first_fetch(lane: int) -> Callable[[Any, KV], KV]:
+    """The program that begins to bring the first layer's prefixes; one for all shapes.
+
+    It takes the hdr of `start_fetch` and the scratch, which is donated.
+    """
+
+    def start(hdr: Int[Array, "3"], scratch: KV) -> KV:
+        k, v, _ = host_attention.start_fetch(hdr, *scratch, jnp.zeros(1, jnp.int32), lane=lane)
+        return KV(k, v)
+
+    return jax.jit(start, donate_argnums=1)
 
 
 # An inner jit: the layer is traced and lowered once, however many of them a program holds.

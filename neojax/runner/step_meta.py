@@ -178,6 +178,11 @@ class MetaLayout:
             rolling=RollingMeta(rolling[:, :-2], rolling[:, -2], rolling[:, -1]),
         )
 
+    def fetch_hdr(self, packed: np.ndarray) -> np.ndarray:
+        """The hdr of `start_fetch` for layer 0."""
+        plan, _, num_host_chunks = self.views(packed)["scalars"][:3]
+        return np.array([plan, 0, num_host_chunks], np.int32)
+
     def empty(self) -> np.ndarray:
         """A packed array of nothing but padding."""
         packed = np.zeros(self.size, np.int32)

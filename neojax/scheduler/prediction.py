@@ -142,10 +142,9 @@ class Predictor:
         return sum([self._chunk_s(*chunk) for chunk in chunks])
 
     def attention_s(self, load: Load) -> float:
-        """The device's attention in one layer. A chunk's waits for its prefix."""
-        c = self.tables
+        """The device's attention in one layer."""
         decode = self._decode_s(load.num_decodes, load.decode_context)
-        return decode + self.prefill_s(load.chunks) + c.fetch(load.fetch_tokens)
+        return decode + self.prefill_s(load.chunks)
 
     def host_s(self, num_rows: float, context: float) -> float:
         """The host's attention in one layer, as measured steps have corrected it."""
@@ -236,11 +235,10 @@ class Predictor:
         c = self.tables
         times = self.layer_times(mode, b0, b1, *_moved_tokens(swaps))
         hop = c.hop(b0.num_host_rows) + c.hop(b1.num_host_rows)
-        fetch = c.fetch(b0.fetch_tokens)
         return Prediction(
             step_s=self.step_s(mode, layer_period(times), b0.num_rows, b1.num_rows),
             linear_s=c.num_layers * (times.linear0 + times.linear1 - hop),
-            device_attention_s=c.num_layers * (times.attention0 - fetch),
+            device_attention_s=c.num_layers * times.attention0,
             host_attention_s=c.num_layers * (times.host0 + times.host1),
             hop_s=c.num_layers * hop,
             copies_s=c.num_layers * (times.copies_down + times.copies_up),

@@ -221,7 +221,7 @@ def test_nothing_compiles_after_warm_up_and_no_program_copies_a_pool():
     rolling = [program.as_text() for signature, program in compiled if signature.name == "rolling"]
     assert rolling
     for text in rolling:
-        calls = re.findall(r"custom_call_target=\"neojax\.(start|join|exchange)", text)
+        calls = re.findall(r"custom_call_target=\"neojax\.(start|join|exchange)\.v", text)
         assert calls == ["exchange"] * 2
     tables = engine.runner.profile(progress=False)
     assert tables.linear[Mode.ROLLING].xs[-1] == 64 + 3  # with the rows of a group

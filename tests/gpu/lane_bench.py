@@ -131,7 +131,9 @@ def chunks(model: Model) -> None:
         return x, done
 
     def fetch(hdr: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
-        return host_attention.fetch(hdr, k, v, lane=lane)
+        k, v, tie = host_attention.start_fetch(hdr, k, v, jnp.zeros(1), lane=lane)
+        k, v, _ = host_attention.join_fetch(hdr, k, v, tie, lane=lane)
+        return k, v
 
     store = jax.jit(store, donate_argnums=0)
     fetch = jax.jit(fetch, donate_argnums=(1, 2))

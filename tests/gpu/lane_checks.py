@@ -119,8 +119,9 @@ def check_prefills(dtype: str, delay_us: int, memory_operations: bool = True) ->
     def prefill(
         x: jax.Array, rows: jax.Array, hdr: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, ...]:
-        done, tie = host_attention.store(rows, hdr, x[:7], lane=rig.lane.id)
-        k, v = host_attention.fetch(hdr, k, v, lane=rig.lane.id)
+        *ahead, tie = host_attention.start_fetch(hdr, k, v, x[:7], lane=rig.lane.id)
+        done, tie = host_attention.store(rows, hdr, tie, lane=rig.lane.id)
+        k, v, tie = host_attention.join_fetch(hdr, *ahead, tie, lane=rig.lane.id)
         return jnp.concatenate([tie, x[7:]]), k, v, done
 
     prefill = jax.jit(prefill, donate_argnums=(0, 3, 4))

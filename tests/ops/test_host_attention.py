@@ -264,7 +264,9 @@ def test_a_stored_prefill_is_fetched_back_and_attended_to(pool: native.WorkerPoo
 
     @functools.partial(jax.jit, donate_argnums=(1, 2))
     def get(head: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return host_attention.fetch(head, k, v, lane=lane.id)
+        *ahead, tie = host_attention.start_fetch(head, k, v, jnp.arange(2), lane=lane.id)
+        k, v, _ = host_attention.join_fetch(head, *ahead, tie, lane=lane.id)
+        return k, v
 
     # Sequence 0 in chunks of 32 and 16 tokens, sequence 1 in one of 33; the second step's chunk
     # sees what the first stored.

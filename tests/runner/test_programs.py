@@ -55,6 +55,7 @@ def test_every_program_of_the_closed_set_was_compiled(warmed_up):
     names = {signature.name for signature, _ in compiled}
     assert names == {
         "embed", "layers", "enter", "linear", "leave", "attend", "attend_host_chunks",
+        "first_fetch",
         "head_greedy", "head_sample", "head_full", "write_request", "write_masks",
         "swap_out", "start_swap_in", "join_swap_in",
     }  # fmt: skip

@@ -84,60 +84,6 @@ void TestADeepChannelIsAQueueBesideTheOthers() {
   rig.Compare();
 }
 
-void TestPrefillsReachTheArenaAndComeBack(bool memory_operations,
-                                          int64_t job_delay_us) {
-  FakeCudaOptions fake;
-  fake.memory_operations = memory_operations;
-  fake.max_delay_us = 200;
-  Rig rig(fake);
-  rig.lane->SetDelay(job_delay_us * 1000);
-  // Two sequences in two chunks each; the ring holds 24 tokens, a store brings
-  // 31, so the launches wait for room.
-  for (int step = 0; step < 2; ++step) {
-    const int plan = step;
-    rig.SetPlan(plan, {}, kLayers,
-                step == 0 ? std::vector<int32_t>{2, 16, 0, 0, 18, 13, 0, 0}
-                          : std::vector<int32_t>{0, 11, 16, 1, 11, 9, 13, 20});
-    for (int layer = 0; layer < kLayers; ++layer) {
-      rig.Store(Random(31 * kRowElements, 100 + 10 * step + layer),
-                {plan, layer, 2});
-      rig.Fetch(40, {plan, layer, 2});
-    }
-  }
-  // Their first decode, launched right behind.
-  rig.SetPlan(2, {28, 23}, kLayers);
-  for (int layer = 0; layer < kLayers; ++layer) {
-    rig.Start(0, Random(2 * kRowElements, 300 + layer), {2, layer, 2});
-    rig.Join(0, 2);
-  }
-  rig.Compare();
-  CHECK(rig.lane->counters().stores == 2 * kLayers);
-  CHECK(rig.lane->counters().fetches == 2 * kLayers);
-  // No chunks: no work, but still a use of the plan.
-  rig.SetPlan(3, {}, 1, {0, 4, 0, 0});
-  rig.Store(Random(31 * kRowElements, 1), {3, 0, 0});
-  rig.Fetch(10, {3, 0, 0});
-  rig.Compare();
-  while (rig.lane->PlanInUse(3)) std::this_thread::yield();
-}
-
-void TestAFetchDoesNotWaitForItsOwnLayersStore() {
-  Rig rig;
-  rig.SetPlan(0, {}, 2, {0, 8, 0, 0});
-  rig.lane->SetDelay(1000000000);
-  rig.Store(Random(8 * kRowElements, 1), {0, 0, 1});
-  auto begin = std::chrono::steady_clock::now();
-  rig.Fetch(10, {0, 0, 1});
-  FakeSynchronize(rig.stream);
-  CHECK(std::chrono::steady_clock::now() - begin <
-        std::chrono::milliseconds(800));
-  // The next chunk's does wait for it.
-  rig.SetPlan(1, {}, 1, {0, 8, 8, 0});
-  rig.Store(Random(8 * kRowElements, 2), {1, 0, 1});
-  rig.Fetch(10, {1, 0, 1});
-  rig.Compare();
-}
-
 void TestPaddingIsZeroWhateverTheRowsBefore() {
   Rig rig;
   // Rows of a bucket, and how many of them there are; a slot serves every
@@ -190,8 +136,10 @@ void TestAWrongHdrIsTheLanesErrorAndZeros() {
         "store: rows has 7 rows; chunk 0 of plan 0 needs rows 0 to 7");
   rig.lane->ClearError();
   header[2] = 2;
-  CHECK(rig.cuda().FetchTokens(rig.stream, AsDevice(header), AsDevice(k.data()),
-                               AsDevice(v.data()), Dtype::kFloat32, 2) == "");
+  CHECK(rig.cuda().StartFetch(rig.stream, AsDevice(header), AsDevice(k.data()),
+                              AsDevice(v.data()), Dtype::kFloat32, 2) == "");
+  CHECK(rig.cuda().JoinFetch(rig.stream, AsDevice(k.data()),
+                             AsDevice(v.data())) == "");
   FakeSynchronize(rig.stream);
   CHECK(rig.lane->error() == "fetch: hdr[2] is 2 chunks; plan 0 has 1");
 }
@@ -254,9 +202,14 @@ void TestADriverThatRefusesIsAnErrorAndNoWait() {
       }
       count(rig.cuda().StoreRows(rig.stream, AsDevice(rows.data()),
                                  Dtype::kFloat32, 4, AsDevice(header)));
-      count(rig.cuda().FetchTokens(rig.stream, AsDevice(header),
-                                   AsDevice(k.data()), AsDevice(v.data()),
-                                   Dtype::kFloat32, 10));
+      error = rig.cuda().StartFetch(rig.stream, AsDevice(header),
+                                    AsDevice(k.data()), AsDevice(v.data()),
+                                    Dtype::kFloat32, 10);
+      count(error);
+      if (error.empty()) {
+        count(rig.cuda().JoinFetch(rig.stream, AsDevice(k.data()),
+                                   AsDevice(v.data())));
+      }
       FakeSynchronize(rig.stream);
       CHECK(rig.lane->Drain(10).empty());
       if (!rig.lane->error().empty()) ++failures;
@@ -429,12 +382,9 @@ int main() {
     TestStepsGiveWhatTheCpuGives(memory_operations, 400, 0, 10);
     TestStepsGiveWhatTheCpuGives(memory_operations, 50, 300, 10);
     TestStepsGiveWhatTheCpuGives(memory_operations, 0, 5000, 4);
-    TestPrefillsReachTheArenaAndComeBack(memory_operations, 0);
-    TestPrefillsReachTheArenaAndComeBack(memory_operations, 2000);
   }
   TestTwoJobsOfAChannelMayBeInFlight();
   TestADeepChannelIsAQueueBesideTheOthers();
-  TestAFetchDoesNotWaitForItsOwnLayersStore();
   TestPaddingIsZeroWhateverTheRowsBefore();
   TestAWrongHdrIsTheLanesErrorAndZeros();
   TestMisuseIsRefusedAtTheLaunch();

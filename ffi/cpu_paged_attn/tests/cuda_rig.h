@@ -4,6 +4,7 @@
 #define NEOJAX_CPU_PAGED_ATTN_TESTS_CUDA_RIG_H_
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -152,27 +153,41 @@ struct Rig {
     Spoil();
     CHECK(twin->StoreRows(rows.data(), Dtype::kFloat32, n, hdr) == "");
   }
-  void Fetch(int num_slots, Hdr hdr) {
+  // A fetch on its way: scratches as the CPU half leaves them, and the
+  // device's.
+  struct Fetched {
+    Hdr hdr;
+    int num_slots;
+    std::array<Floats, 2> want;
+    std::array<std::shared_ptr<Floats>, 2> at;
+  };
+  Fetched StartFetch(int num_slots, Hdr hdr) {
     const int64_t count = int64_t{num_slots} * kKvHeads * kHeadDim;
-    Floats k = Random(count, 5), v = Random(count, 6);
-    auto k_at = std::make_shared<Floats>(k), v_at = std::make_shared<Floats>(v);
+    Fetched f{hdr, num_slots, {Random(count, 5), Random(count, 6)}, {}};
+    for (int i : {0, 1}) f.at[i] = std::make_shared<Floats>(f.want[i]);
     DevicePtr hdr_at = AsDevice(Upload<int32_t>({hdr.plan, hdr.layer, hdr.n}));
-    CHECK(cuda().FetchTokens(stream, hdr_at, AsDevice(k_at->data()),
-                             AsDevice(v_at->data()), Dtype::kFloat32,
-                             num_slots) == "");
-    Spoil();
-    CHECK(twin->FetchTokens(hdr, k.data(), v.data(), Dtype::kFloat32,
+    CHECK(cuda().StartFetch(stream, hdr_at, AsDevice(f.at[0]->data()),
+                            AsDevice(f.at[1]->data()), Dtype::kFloat32,
                             num_slots) == "");
-    for (auto [want, at] : {std::pair(k, k_at), std::pair(v, v_at)}) {
+    Spoil();
+    return f;
+  }
+  void JoinFetch(Fetched f) {
+    CHECK(cuda().JoinFetch(stream, AsDevice(f.at[0]->data()),
+                           AsDevice(f.at[1]->data())) == "");
+    CHECK(twin->FetchTokens(f.hdr, f.want[0].data(), f.want[1].data(),
+                            Dtype::kFloat32, f.num_slots) == "");
+    for (int i : {0, 1}) {
       auto seen = std::make_shared<Floats>();
-      FakeLaunch(stream, [at = at, seen] {
+      FakeLaunch(stream, [at = f.at[i], seen] {
         *seen = *at;
         std::fill(at->begin(), at->end(), kPoison);
       });
-      wanted.push_back(want);
+      wanted.push_back(f.want[i]);
       got.push_back(std::move(seen));
     }
   }
+  void Fetch(int num_slots, Hdr hdr) { JoinFetch(StartFetch(num_slots, hdr)); }
   void Compare() {
     FakeSynchronize(stream);
     for (size_t i = 0; i < wanted.size(); ++i) CHECK(*got[i] == wanted[i]);
