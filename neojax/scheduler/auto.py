@@ -13,14 +13,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from neojax.scheduler.balance import best_split
-from neojax.scheduler.offer import Choice, Offer
+from neojax.scheduler.offer import Choice, Chunk, Offer
 from neojax.scheduler.plan import Mode
 from neojax.scheduler.policy import OffloadPolicy
-from neojax.scheduler.prediction import Predictor
+from neojax.scheduler.prediction import Load, Predictor
 from neojax.scheduler.prefills import MIN_CHUNK_TOKENS, Prefill, Prefills
 from neojax.scheduler.request import Placement, Request
 from neojax.scheduler.situation import Situation
 from neojax.scheduler.worth import decode_token_s
+
+UNSEEN = 0.05
+"""Share of a step's time that a fetch may add to it and still count as hidden."""
 
 
 class Auto(OffloadPolicy):
@@ -182,7 +185,8 @@ class _Choosing:
 
         Where the outlook is one of such steps, as much as it has in each: a large piece leaves the
         host idle for most of the step, and afterwards there is none to hide the host's work under.
-        But a prompt on its way to the host is not cut: its later pieces would fetch their prefix.
+        But a prompt on its way to the host is cut only where the prefix of its last piece comes
+        beside the device's work: else the step would wait for it.
         """
         offer = self.offer
         if not self.is_steady:
@@ -191,9 +195,18 @@ class _Choosing:
         others = self.num_decodes + self.rolling_rows
         rows = linear.most_for(others + max(MIN_CHUNK_TOKENS, self.chunk_tokens))
         size = int(rows) - others
-        if offer.chunks and offer.chunks[0].placement is Placement.HOST:
-            size = max(size, offer.chunks[0].num_tokens)
+        lead = offer.chunks[0] if offer.chunks else None
+        if lead is not None and lead.placement is Placement.HOST and not self._hides(lead, size):
+            size = max(size, lead.num_tokens)
         return (self.prefills.of(min(offer.num_tokens, size)),)
+
+    def _hides(self, chunk: Chunk, size: int) -> bool:
+        """Whether a ROLLING step with the last piece of that size fetches all before it unseen."""
+        before = max(0, chunk.stop - size)
+        piece = Load(((size, chunk.stop),), self.num_decodes, fetch_tokens=before)
+        device_s = self.predictor.rolling_device_s
+        without = device_s(piece._replace(fetch_tokens=0), self.rolling_rows)
+        return device_s(piece, self.rolling_rows) <= (1 + UNSEEN) * without
 
     def _hidden_rows(self, most: int) -> int:
         """Host rows whose attention just hides under all of the device's work."""

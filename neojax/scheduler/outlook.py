@@ -274,11 +274,17 @@ class Outlook:
             predictor.rolling_seconds(load, limits.rolling_rows, *host)
             for load in (decodes, decodes._replace(chunks=chunks, store_tokens=on_host))
         ]
-        # Prompts on their way to the host are not cut: their later pieces would fetch the prefix.
+        # Prompts on their way to the host come whole, or in pieces that fetch what is before them.
         whole = max(prefill, min(int(mix.prompt_tokens), limits.max_num_batched_tokens - rows))
         load = decodes._replace(chunks=mix.chunks(whole), store_tokens=whole)
         whole_s = predictor.rolling_seconds(load, limits.rolling_rows, *host)
-        seconds[1] += on_host / whole * (whole_s - seconds[1])
+        before = max(0, int(mix.prompt_tokens) - prefill)
+        load = decodes._replace(chunks=chunks, store_tokens=on_host, fetch_tokens=before)
+        piece_s = predictor.rolling_seconds(load, limits.rolling_rows, *host)
+        seconds[1] += min(
+            on_host / whole * (whole_s - seconds[1]),
+            on_host / max(1, prefill) * (piece_s - seconds[1]),
+        )
         mean = seconds[0] + share * (seconds[1] - seconds[0])
         if self._steps_per_rolling_token * mean > limits.tpot_slo_s:
             return NONE

@@ -305,7 +305,9 @@ def test_prompts_are_computed_in_even_pieces_where_the_steady_state_rolls(
     plans = [run_step(scheduler) for _ in range(600)][200:]
     assert all(plan.mode is Mode.ROLLING for plan in plans)
     pieces = [sum(row.num_tokens for row in plan.b0.chunks) for plan in plans]
-    assert max(pieces) <= 512
+    # But for prompts on their way to the host, where the fetch of what is before would show.
+    even = [n for plan, n in zip(plans, pieces, strict=True) if not plan.b0.host_chunks]
+    assert max(even) <= 512
     assert sum(piece > 0 for piece in pieces) > len(pieces) / 2
 
 
